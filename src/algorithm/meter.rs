@@ -1,0 +1,225 @@
+//! The meter of token bucket and leaky bucket: a bucket that drains at a steady pace.
+//!
+//! A request pours its cost in; there is room for the burst. A token bucket counts the same bucket
+//! from the other end: tokens are the room that is left. This is the generic cell rate algorithm
+//! (ITU-T I.371, annex A) on whole numbers: the state is the instant at which the bucket runs
+//! empty, the theoretical arrival time, with the fraction of a tick by which that is rounded up.
+//!
+//! The bucket is measured in drops. They are chosen so that a unit of cost is a whole number of
+//! drops and so is what drains in a tick; nothing is ever rounded, and no token is lost or minted
+//! over any length of time. With `limit` units per `period` ticks, reduced to lowest terms, a unit
+//! is `period` drops and a tick drains `limit`.
+
+use super::{Algorithm, MAX_PRODUCT, TICKS_US};
+use crate::policy::quota::{MAX_SPAN_US, Quota, QuotaError};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Meter {
+    pace: Pace,
+    /// How many drops may be in the bucket without delaying anybody.
+    burst: u64,
+    /// How many drops may be in it at all: the burst, and for a shaping bucket its queue.
+    capacity: u64,
+    /// How long a full bucket takes to run empty.
+    full_us: u64,
+    /// The allotment that clients are told: units, and the microseconds in which they come back.
+    shown: (u64, u64),
+}
+
+/// How fast a bucket drains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Pace {
+    pub(crate) tick_us: u64,
+    pub(crate) drops_per_tick: u64,
+    pub(crate) drops_per_unit: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct State {
+    /// When the bucket runs empty: a whole number of ticks, rounded up.
+    pub(crate) empty_at_us: u64,
+    /// How many drops less than a whole tick's the last tick has to drain.
+    pub(crate) spare: u64,
+}
+
+impl Meter {
+    /// A bucket that rejects what does not fit.
+    pub(crate) fn new(quota: &Quota) -> Result<Self, QuotaError> {
+        Self::shaping(quota, 0)
+    }
+
+    /// A bucket that lets up to `max_delay_us` of work queue above its burst.
+    pub(crate) fn shaping(quota: &Quota, max_delay_us: u64) -> Result<Self, QuotaError> {
+        quota.validate()?;
+        let period_us = quota.period().fixed_us()?;
+        if max_delay_us > MAX_SPAN_US {
+            return Err(QuotaError::TooLong);
+        }
+        let mut refused = QuotaError::TooLarge;
+        for tick_us in TICKS_US {
+            match Self::with_tick(quota, period_us, max_delay_us, tick_us) {
+                Ok(meter) => return Ok(meter),
+                Err(error) => refused = error,
+            }
+        }
+        Err(refused)
+    }
+
+    fn with_tick(
+        quota: &Quota,
+        period_us: u64,
+        max_delay_us: u64,
+        tick_us: u64,
+    ) -> Result<Self, QuotaError> {
+        let bounded = |product: u128| match u64::try_from(product) {
+            Ok(product) if product <= MAX_PRODUCT => Ok(product),
+            _ => Err(QuotaError::TooLarge),
+        };
+        let limit = u128::from(quota.limit()) * u128::from(tick_us);
+        let divisor = gcd(limit, u128::from(period_us));
+        let pace = Pace {
+            tick_us,
+            drops_per_tick: bounded(limit / divisor)?,
+            drops_per_unit: bounded(u128::from(period_us) / divisor)?,
+        };
+        let burst = u128::from(quota.capacity()) * u128::from(pace.drops_per_unit);
+        let queue = u128::from(max_delay_us / tick_us) * u128::from(pace.drops_per_tick);
+        let capacity = bounded(burst + queue)?;
+        let fill_us = u128::from(capacity.div_ceil(pace.drops_per_tick)) * u128::from(tick_us);
+        if fill_us > u128::from(MAX_SPAN_US) {
+            return Err(QuotaError::TooLong);
+        }
+        let units = capacity / pace.drops_per_unit;
+        let shown = if units > quota.limit() {
+            (units, fill_us as u64)
+        } else {
+            (quota.limit(), period_us)
+        };
+        Ok(Self { pace, burst: burst as u64, capacity, full_us: fill_us as u64, shown })
+    }
+
+    pub(crate) const fn pace(&self) -> Pace {
+        self.pace
+    }
+
+    /// How long after `now_us` a charge that was just made has its turn: when all but the burst
+    /// has drained.
+    pub(crate) fn delay(&self, state: &State, now_us: u64) -> u64 {
+        let excess = self.level(state, now_us).saturating_sub(self.burst);
+        self.time_to_drain(excess, now_us)
+    }
+
+    /// How much sooner others have their turn when `cost` is taken out of the bucket, rounded down.
+    pub(crate) fn time_of(&self, cost: u64) -> u64 {
+        let drops = u128::from(cost) * u128::from(self.pace.drops_per_unit);
+        let us = drops * u128::from(self.pace.tick_us) / u128::from(self.pace.drops_per_tick);
+        u64::try_from(us).unwrap_or(u64::MAX)
+    }
+
+    /// The drops in a bucket at `now_us`.
+    fn level(&self, state: &State, now_us: u64) -> u64 {
+        let pace = self.pace;
+        let ticks = pace.ticks(state.empty_at_us).saturating_sub(pace.ticks(now_us));
+        // An empty bucket may have spare drops on record too.
+        (ticks * pace.drops_per_tick).saturating_sub(state.spare)
+    }
+
+    /// Records that there are `level` drops at `now_us`.
+    fn fill(&self, state: &mut State, now_us: u64, level: u64) {
+        let pace = self.pace;
+        let ticks = pace.ticks_to_drain(level);
+        *state = State {
+            empty_at_us: (pace.ticks(now_us) + ticks) * pace.tick_us,
+            spare: ticks * pace.drops_per_tick - level,
+        };
+    }
+
+    /// The time from `now_us` until `drops` have drained, in microseconds.
+    fn time_to_drain(&self, drops: u64, now_us: u64) -> u64 {
+        if drops == 0 {
+            return 0;
+        }
+        let ticks = self.pace.ticks(now_us) + self.pace.ticks_to_drain(drops);
+        ticks * self.pace.tick_us - now_us
+    }
+
+    /// Takes over a state that was counted at another pace, before its quota changed: what was used
+    /// stays used, up to the capacity. Returns whether there was anything to take over; then the
+    /// state has to be kept like one that [`settle`](Algorithm::settle) re-anchored.
+    pub(crate) fn take_over(&self, state: &mut State, pace: Pace, now_us: u64) -> bool {
+        if pace == self.pace {
+            return false;
+        }
+        let ticks = pace.ticks(state.empty_at_us).saturating_sub(pace.ticks(now_us));
+        let drops = (u128::from(ticks) * u128::from(pace.drops_per_tick))
+            .saturating_sub(state.spare.into());
+        let converted = (drops * u128::from(self.pace.drops_per_unit))
+            .div_ceil(u128::from(pace.drops_per_unit));
+        let level =
+            u64::try_from(converted).map_or(self.capacity, |level| level.min(self.capacity));
+        self.fill(state, now_us, level);
+        true
+    }
+}
+
+impl Algorithm for Meter {
+    type State = State;
+
+    fn settle(&self, state: &mut State, now_us: u64) -> bool {
+        // No bucket takes longer than a full one to run empty. Twice as long is a clock that
+        // stepped back by less than a full refill, and then the bucket just waits for it.
+        let stepped_back = state.empty_at_us > now_us + 2 * self.full_us;
+        if stepped_back {
+            self.fill(state, now_us, self.capacity);
+        }
+        stepped_back
+    }
+
+    fn remaining(&self, state: &State, now_us: u64) -> u64 {
+        self.capacity.saturating_sub(self.level(state, now_us)) / self.pace.drops_per_unit
+    }
+
+    fn wait(&self, state: &State, now_us: u64, cost: u64) -> Option<u64> {
+        let drops =
+            cost.checked_mul(self.pace.drops_per_unit).filter(|&drops| drops <= self.capacity)?;
+        let level = self.level(state, now_us);
+        Some(self.time_to_drain((level + drops).saturating_sub(self.capacity), now_us))
+    }
+
+    fn charge(&self, state: &mut State, now_us: u64, cost: u64) {
+        let level = self.level(state, now_us) + cost * self.pace.drops_per_unit;
+        self.fill(state, now_us, level);
+    }
+
+    fn refund(&self, state: &mut State, now_us: u64, _spent_us: u64, cost: u64) {
+        let drops = cost.saturating_mul(self.pace.drops_per_unit);
+        let level = self.level(state, now_us).saturating_sub(drops);
+        self.fill(state, now_us, level);
+    }
+
+    fn fresh_at(&self, state: &State) -> u64 {
+        state.empty_at_us
+    }
+
+    fn allotment(&self) -> (u64, u64) {
+        self.shown
+    }
+}
+
+impl Pace {
+    const fn ticks(&self, us: u64) -> u64 {
+        // By far the most quotas count in microseconds, and a division is dear.
+        if self.tick_us == 1 { us } else { us / self.tick_us }
+    }
+
+    const fn ticks_to_drain(&self, drops: u64) -> u64 {
+        if self.drops_per_tick == 1 { drops } else { drops.div_ceil(self.drops_per_tick) }
+    }
+}
+
+const fn gcd(mut a: u128, mut b: u128) -> u128 {
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}

@@ -1,0 +1,66 @@
+//! Rate-limiting algorithms as pure integer functions of state, time and cost.
+//!
+//! No I/O, no clock, no locks. Times are whole microseconds since the Unix epoch. Every product
+//! stays below 2^53, so that a store whose numbers are doubles can compute the same, bit for bit;
+//! the constructors refuse quotas that would leave that range.
+//!
+//! The three steps of a decision are apart, because a request that passes several policies is
+//! charged to all of them or to none: [`settle`](Algorithm::settle) brings a state to the present,
+//! [`wait`](Algorithm::wait) asks, [`charge`](Algorithm::charge) takes.
+
+mod calendar;
+mod fixed_window;
+mod meter;
+#[cfg(test)]
+mod properties;
+mod sliding_log;
+mod sliding_window;
+
+pub(crate) use fixed_window::{Anchor, FixedWindow};
+pub(crate) use meter::{Meter, Pace};
+pub(crate) use sliding_log::{MAX_LIMIT as MAX_LOG_LIMIT, SlidingLog};
+pub(crate) use sliding_window::SlidingWindow;
+
+/// The largest product that the constructors allow. A state may hold twice as much for a while,
+/// after a step of the clock, and a cost comes on top: three times this is still below 2^53.
+const MAX_PRODUCT: u64 = 1 << 51;
+
+/// What time is counted in: the finest of these that keeps a quota's products in range.
+const TICKS_US: [u64; 3] = [1, 1_000, 1_000_000];
+
+pub(crate) trait Algorithm {
+    /// What is remembered of one key. The default is a key never seen.
+    type State: Default;
+
+    /// Brings `state` to `now_us` without charging anything. Returns whether it was re-anchored,
+    /// because the clock went back by more than a full refill or the quota is another one than
+    /// before: then it has to be kept even if the request is rejected, or the wait that the
+    /// rejection promises would not hold.
+    fn settle(&self, state: &mut Self::State, now_us: u64) -> bool;
+
+    /// The whole units that can be spent now. Like all that follow it needs a settled state.
+    fn remaining(&self, state: &Self::State, now_us: u64) -> u64;
+
+    /// The least time after which `cost`, at least 1, can be spent if nobody else spends anything;
+    /// 0 is now, `None` is never.
+    fn wait(&self, state: &Self::State, now_us: u64, cost: u64) -> Option<u64>;
+
+    /// Spends `cost`, for which the wait was 0.
+    fn charge(&self, state: &mut Self::State, now_us: u64, cost: u64);
+
+    /// Gives back `cost` that was spent at `spent_us`, as far as it has not come back by itself.
+    fn refund(&self, state: &mut Self::State, now_us: u64, spent_us: u64, cost: u64);
+
+    /// From when on the state equals that of a key never seen, so that it can be forgotten.
+    fn fresh_at(&self, state: &Self::State) -> u64;
+
+    /// The most that can remain, and the time in which so much comes back, in microseconds. The
+    /// time is 0 where it has no fixed length.
+    fn allotment(&self) -> (u64, u64);
+
+    /// How long until more than `remaining` can be spent; 0 if that is everything.
+    fn reset(&self, state: &Self::State, now_us: u64, remaining: u64) -> u64 {
+        // Beyond the capacity there is never more.
+        self.wait(state, now_us, remaining + 1).unwrap_or(0)
+    }
+}

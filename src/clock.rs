@@ -1,0 +1,290 @@
+//! Time. The only caller of the system's clocks.
+//!
+//! All of tollgate counts in whole microseconds since the Unix epoch, read once per decision.
+
+use std::{
+    fmt,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    task::{Context, Poll},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+#[cfg(any(test, feature = "test-util"))]
+pub use manual::ManualClock;
+
+/// Where a local store takes its time from.
+///
+/// The default, [`Clock::system`], is the system's wall clock, which calendar windows need, read at
+/// the price of a time stamp counter. It follows a wall clock that is set or slewed within a second;
+/// what a step back does is written at [`Policy`](crate::Policy).
+#[derive(Clone)]
+pub struct Clock(Source);
+
+#[derive(Clone)]
+enum Source {
+    System(Arc<SystemClock>),
+    Function(Arc<dyn Fn() -> Duration + Send + Sync>),
+    #[cfg(any(test, feature = "test-util"))]
+    Manual(ManualClock),
+}
+
+impl Clock {
+    /// The system's wall clock.
+    #[must_use]
+    pub fn system() -> Self {
+        Self(Source::System(Arc::new(SystemClock::new())))
+    }
+
+    /// A clock of one's own: a function that gives the time since the Unix epoch. It is called once
+    /// per decision and must be fast and not panic.
+    ///
+    /// Requests that have to wait for their turn sleep by tokio's timer.
+    #[must_use]
+    pub fn from_fn(now: impl Fn() -> Duration + Send + Sync + 'static) -> Self {
+        Self(Source::Function(Arc::new(now)))
+    }
+
+    pub(crate) fn now_us(&self) -> u64 {
+        match &self.0 {
+            Source::System(clock) => clock.now_us(),
+            Source::Function(now) => saturating_us(now()),
+            #[cfg(any(test, feature = "test-util"))]
+            Source::Manual(clock) => clock.now_us(),
+        }
+    }
+
+    /// Sleeps for `duration_us`. It may wake early, so look at the clock again.
+    pub(crate) fn sleep(&self, duration_us: u64) -> Sleep {
+        match &self.0 {
+            #[cfg(any(test, feature = "test-util"))]
+            Source::Manual(clock) => Sleep::Manual(clock.sleep(duration_us)),
+            _ => Sleep::Timer(Box::pin(tokio::time::sleep(Duration::from_micros(duration_us)))),
+        }
+    }
+}
+
+impl Default for Clock {
+    fn default() -> Self {
+        Self::system()
+    }
+}
+
+impl fmt::Debug for Clock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.0 {
+            Source::System(_) => "Clock::system",
+            Source::Function(_) => "Clock::from_fn",
+            #[cfg(any(test, feature = "test-util"))]
+            Source::Manual(_) => "ManualClock",
+        })
+    }
+}
+
+/// The sleep of a request that waits for its turn.
+pub(crate) enum Sleep {
+    Timer(Pin<Box<tokio::time::Sleep>>),
+    #[cfg(any(test, feature = "test-util"))]
+    Manual(manual::ManualSleep),
+}
+
+impl Sleep {
+    pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        match self {
+            Self::Timer(sleep) => sleep.as_mut().poll(cx),
+            #[cfg(any(test, feature = "test-util"))]
+            Self::Manual(sleep) => sleep.poll(cx),
+        }
+    }
+}
+
+use std::future::Future as _;
+
+/// The last microsecond that is counted, in the year 2215; everything later is now. Twice a quota's
+/// longest span on top of it stays below 2^53.
+const END_OF_TIME_US: u64 = (1 << 53) - 2 * crate::policy::quota::MAX_SPAN_US;
+
+fn saturating_us(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).map_or(END_OF_TIME_US, |us| us.min(END_OF_TIME_US))
+}
+
+/// The wall clock, read through the time stamp counter: reading the counter costs a third of what
+/// asking the system does. The counter is set against the wall clock once a second.
+struct SystemClock {
+    counter: quanta::Clock,
+    start: u64,
+    /// The wall clock's time at `start`, as of the last setting.
+    wall_at_start_us: AtomicU64,
+    /// When to set it again, in microseconds since `start`.
+    next_setting_us: AtomicU64,
+}
+
+const SETTING_INTERVAL_US: u64 = 1_000_000;
+
+impl SystemClock {
+    fn new() -> Self {
+        let counter = quanta::Clock::new();
+        let start = counter.raw();
+        Self {
+            counter,
+            start,
+            wall_at_start_us: AtomicU64::new(wall_us()),
+            next_setting_us: AtomicU64::new(SETTING_INTERVAL_US),
+        }
+    }
+
+    fn now_us(&self) -> u64 {
+        let elapsed_us = self.counter.delta_as_nanos(self.start, self.counter.raw()) / 1_000;
+        if elapsed_us >= self.next_setting_us.load(Relaxed) {
+            self.set(elapsed_us);
+        }
+        self.wall_at_start_us.load(Relaxed) + elapsed_us
+    }
+
+    #[cold]
+    fn set(&self, elapsed_us: u64) {
+        self.next_setting_us.store(elapsed_us + SETTING_INTERVAL_US, Relaxed);
+        self.wall_at_start_us.store(wall_us().saturating_sub(elapsed_us), Relaxed);
+    }
+}
+
+fn wall_us() -> u64 {
+    // A clock before 1970 is no clock to count by; it stands still at 0 until it is set.
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    saturating_us(since_epoch)
+}
+
+#[cfg(any(test, feature = "test-util"))]
+mod manual {
+    use super::{Clock, Source, saturating_us};
+    use parking_lot::Mutex;
+    use std::{
+        sync::Arc,
+        task::{Context, Poll, Waker},
+        time::Duration,
+    };
+
+    /// A clock for tests: it stands still until it is moved, also backwards.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tollgate::{Limiter, ManualClock, Policy, Quota, key::Global};
+    ///
+    /// let clock = ManualClock::new();
+    /// let limiter = Limiter::<str>::builder()
+    ///     .clock(&clock)
+    ///     .policy(Policy::token_bucket("api", Quota::per_second(1)).key(Global))
+    ///     .build()?;
+    ///
+    /// assert!(limiter.check("anyone").is_ok());
+    /// assert!(limiter.check("anyone").is_err());
+    /// clock.advance(Duration::from_secs(1));
+    /// assert!(limiter.check("anyone").is_ok());
+    /// # Ok::<(), tollgate::BuildError>(())
+    /// ```
+    #[derive(Clone, Debug, Default)]
+    pub struct ManualClock(Arc<Mutex<State>>);
+
+    #[derive(Debug, Default)]
+    struct State {
+        now_us: u64,
+        sleepers: Vec<(u64, Waker)>,
+    }
+
+    impl ManualClock {
+        /// A clock that stands at the Unix epoch.
+        #[must_use]
+        pub fn new() -> Self {
+            Self::default()
+        }
+
+        /// A clock that stands at a time since the Unix epoch.
+        #[must_use]
+        pub fn at(time: Duration) -> Self {
+            let clock = Self::new();
+            clock.set(time);
+            clock
+        }
+
+        /// The time since the Unix epoch.
+        #[must_use]
+        pub fn now(&self) -> Duration {
+            Duration::from_micros(self.now_us())
+        }
+
+        /// Moves the clock forward and wakes the requests whose turn has come.
+        pub fn advance(&self, by: Duration) {
+            self.set(self.now().saturating_add(by));
+        }
+
+        /// Sets the clock, also back, and wakes the requests whose turn has come.
+        pub fn set(&self, time: Duration) {
+            let mut due = Vec::new();
+            {
+                let mut state = self.0.lock();
+                state.now_us = saturating_us(time);
+                let now_us = state.now_us;
+                state.sleepers.retain(|(until_us, waker)| {
+                    let sleeping = *until_us > now_us;
+                    if !sleeping {
+                        due.push(waker.clone());
+                    }
+                    sleeping
+                });
+            }
+            due.into_iter().for_each(Waker::wake);
+        }
+
+        pub(super) fn now_us(&self) -> u64 {
+            self.0.lock().now_us
+        }
+
+        pub(super) fn sleep(&self, duration_us: u64) -> ManualSleep {
+            ManualSleep { clock: self.clone(), until_us: self.now_us().saturating_add(duration_us) }
+        }
+    }
+
+    impl From<&ManualClock> for Clock {
+        fn from(clock: &ManualClock) -> Self {
+            Self(Source::Manual(clock.clone()))
+        }
+    }
+
+    pub(crate) struct ManualSleep {
+        clock: ManualClock,
+        until_us: u64,
+    }
+
+    impl ManualSleep {
+        pub(super) fn poll(&self, cx: &Context<'_>) -> Poll<()> {
+            let mut state = self.clock.0.lock();
+            if state.now_us >= self.until_us {
+                return Poll::Ready(());
+            }
+            state.sleepers.push((self.until_us, cx.waker().clone()));
+            Poll::Pending
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_system_clock_tells_the_wall_clocks_time() {
+        let clock = Clock::system();
+        let (before, now, after) = (wall_us(), clock.now_us(), wall_us());
+        // The counter may drift a little between two settings.
+        assert!(now + 10_000 >= before && now <= after + 10_000, "{before} {now} {after}");
+    }
+
+    #[test]
+    fn times_that_no_quota_could_count_from_are_clamped() {
+        let clock = Clock::from_fn(|| Duration::MAX);
+        assert_eq!(clock.now_us(), END_OF_TIME_US);
+    }
+}

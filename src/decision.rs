@@ -1,0 +1,272 @@
+//! What was decided, in numbers.
+
+use crate::key::KeyError;
+use smallvec::SmallVec;
+use std::{error, fmt, time::Duration};
+
+/// The answer to a request that may go on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decision {
+    pub(crate) time_us: u64,
+    pub(crate) delay_us: u64,
+    pub(crate) outcomes: Outcomes,
+}
+
+/// The answer to a request that may not go on. Nothing was charged for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rejection {
+    pub(crate) reason: Reason,
+    pub(crate) time_us: u64,
+    pub(crate) outcomes: Outcomes,
+}
+
+/// Why a request may not go on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Reason {
+    /// One or more policies have nothing left for it; their [`Outcome`]s say until when.
+    Limited,
+    /// It costs more than a policy's whole capacity, so that no wait would ever do.
+    TooCostly,
+    /// It has no key for a policy that needs one.
+    NoKey {
+        /// The policy.
+        policy: &'static str,
+        /// What is missing.
+        error: KeyError,
+    },
+    /// A function that the stack was built with panicked, or gave a quota that cannot be.
+    Faulty {
+        /// The policy.
+        policy: &'static str,
+        /// What went wrong. It is not shown to clients.
+        message: String,
+    },
+}
+
+/// What one policy said. Policies that did not apply to the request have no outcome.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    pub(crate) policy: &'static str,
+    pub(crate) quota: Allotment,
+    pub(crate) remaining: u64,
+    pub(crate) cost: u64,
+    pub(crate) reset_us: u64,
+    pub(crate) verdict: Verdict,
+}
+
+/// Whether one policy had room for the request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    Admitted,
+    /// Not for so many microseconds, and then yes if nobody else spends anything.
+    Wait(u64),
+    /// Never: the cost is above the capacity.
+    Never,
+}
+
+/// What a policy gives out, in the terms that clients are told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Allotment {
+    /// The most that can remain.
+    pub(crate) limit: u64,
+    /// The time in which so much comes back.
+    pub(crate) window_us: u64,
+}
+
+/// Most stacks are no deeper than this; only deeper ones allocate.
+pub(crate) type Outcomes = SmallVec<[Outcome; 3]>;
+
+impl Decision {
+    /// What each policy that applied said, in the order of the stack.
+    #[must_use]
+    pub fn outcomes(&self) -> &[Outcome] {
+        &self.outcomes
+    }
+
+    /// The outcome of the policy nearest its limit: the one that will reject first if requests
+    /// like this one go on. `None` if no policy applied.
+    #[must_use]
+    pub fn tightest(&self) -> Option<&Outcome> {
+        tightest(&self.outcomes)
+    }
+
+    /// How long the request has to wait for its turn, where a policy shapes traffic. The layer and
+    /// [`Limiter::ready`](crate::Limiter::ready) wait by themselves.
+    #[must_use]
+    pub const fn delay(&self) -> Duration {
+        Duration::from_micros(self.delay_us)
+    }
+
+    /// When this was decided, since the Unix epoch, by the clock of the store.
+    #[must_use]
+    pub const fn time(&self) -> Duration {
+        Duration::from_micros(self.time_us)
+    }
+}
+
+impl Rejection {
+    /// Why.
+    #[must_use]
+    pub const fn reason(&self) -> &Reason {
+        &self.reason
+    }
+
+    /// What each policy that was asked said, in the order of the stack; also those that would have
+    /// admitted the request, with what they still have.
+    #[must_use]
+    pub fn outcomes(&self) -> &[Outcome] {
+        &self.outcomes
+    }
+
+    /// The names of all policies that rejected the request, in the order of the stack.
+    pub fn policies(&self) -> impl Iterator<Item = &'static str> {
+        let alone = match self.reason {
+            Reason::NoKey { policy, .. } | Reason::Faulty { policy, .. } => Some(policy),
+            Reason::Limited | Reason::TooCostly => None,
+        };
+        let rejecting = self.outcomes.iter().filter(|outcome| !outcome.is_admitted());
+        alone.into_iter().chain(rejecting.map(Outcome::policy))
+    }
+
+    /// The rejecting outcome with the longest wait. `None` if the request was not rejected for a
+    /// limit.
+    #[must_use]
+    pub fn tightest(&self) -> Option<&Outcome> {
+        match self.reason {
+            Reason::Limited | Reason::TooCostly => tightest(&self.outcomes),
+            Reason::NoKey { .. } | Reason::Faulty { .. } => None,
+        }
+    }
+
+    /// After how long the request would be admitted if nobody else spends anything meanwhile: the
+    /// longest wait of all rejecting policies, to the microsecond. `None` if no wait would do.
+    #[must_use]
+    pub fn retry_after(&self) -> Option<Duration> {
+        self.retry_after_us().map(Duration::from_micros)
+    }
+
+    /// When this was decided, since the Unix epoch, by the clock of the store.
+    #[must_use]
+    pub const fn time(&self) -> Duration {
+        Duration::from_micros(self.time_us)
+    }
+
+    pub(crate) fn retry_after_us(&self) -> Option<u64> {
+        match self.reason {
+            Reason::Limited => self.outcomes.iter().filter_map(Outcome::wait_us).max(),
+            Reason::TooCostly | Reason::NoKey { .. } | Reason::Faulty { .. } => None,
+        }
+    }
+}
+
+impl fmt::Display for Rejection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let named = |f: &mut fmt::Formatter<'_>| {
+            for (index, policy) in self.policies().enumerate() {
+                write!(f, "{}`{policy}`", if index == 0 { " " } else { ", " })?;
+            }
+            Ok(())
+        };
+        match &self.reason {
+            Reason::Limited => {
+                f.write_str("limited by")?;
+                named(f)?;
+                match self.retry_after() {
+                    Some(wait) => write!(f, "; retry after {wait:?}"),
+                    None => Ok(()),
+                }
+            }
+            Reason::TooCostly => {
+                f.write_str("costs more than the whole capacity of")?;
+                named(f)
+            }
+            Reason::NoKey { policy, error } => write!(f, "no key for policy `{policy}`: {error}"),
+            Reason::Faulty { policy, message } => write!(f, "policy `{policy}`: {message}"),
+        }
+    }
+}
+
+impl error::Error for Rejection {
+    fn source(&self) -> Option<&(dyn error::Error + 'static)> {
+        match &self.reason {
+            Reason::NoKey { error, .. } => Some(error),
+            Reason::Limited | Reason::TooCostly | Reason::Faulty { .. } => None,
+        }
+    }
+}
+
+impl Outcome {
+    /// The policy's name.
+    #[must_use]
+    pub const fn policy(&self) -> &'static str {
+        self.policy
+    }
+
+    /// The most that can remain: the larger of limit and burst, or all that fits into the queue of
+    /// a leaky bucket that shapes.
+    #[must_use]
+    pub const fn limit(&self) -> u64 {
+        self.quota.limit
+    }
+
+    /// What is left to spend now, in whole units, after this request.
+    #[must_use]
+    pub const fn remaining(&self) -> u64 {
+        self.remaining
+    }
+
+    /// What this request costs.
+    #[must_use]
+    pub const fn cost(&self) -> u64 {
+        self.cost
+    }
+
+    /// How long until more than [`remaining`](Self::remaining) can be spent; zero if everything can
+    /// be spent already.
+    #[must_use]
+    pub const fn reset_after(&self) -> Duration {
+        Duration::from_micros(self.reset_us)
+    }
+
+    /// Whether this policy had room for the request.
+    #[must_use]
+    pub const fn is_admitted(&self) -> bool {
+        matches!(self.verdict, Verdict::Admitted)
+    }
+
+    /// After how long this policy would have room for the request. `None` if it had room, or never
+    /// will.
+    #[must_use]
+    pub fn retry_after(&self) -> Option<Duration> {
+        self.wait_us().map(Duration::from_micros)
+    }
+
+    fn wait_us(&self) -> Option<u64> {
+        match self.verdict {
+            Verdict::Wait(wait) => Some(wait),
+            Verdict::Admitted | Verdict::Never => None,
+        }
+    }
+
+    /// Orders outcomes from the loosest to the tightest: any rejection before any admission, the
+    /// longer wait before the shorter, then fewer such requests left, then the later reset.
+    fn tightness(&self) -> (u64, u64, u64) {
+        let wait = match self.verdict {
+            Verdict::Admitted => 0,
+            Verdict::Wait(wait) => wait,
+            Verdict::Never => u64::MAX,
+        };
+        let requests_left = self.remaining / self.cost.max(1);
+        (wait, u64::MAX - requests_left, self.reset_us)
+    }
+}
+
+fn tightest(outcomes: &[Outcome]) -> Option<&Outcome> {
+    match outcomes {
+        [] => None,
+        [only] => Some(only),
+        // The first of equals, which `max_by_key` from the back is.
+        several => several.iter().rev().max_by_key(|outcome| outcome.tightness()),
+    }
+}

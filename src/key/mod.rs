@@ -1,0 +1,370 @@
+//! Who is counted: keys, and the extractors that find them in a request.
+//!
+//! | extractor | the key |
+//! |---|---|
+//! | [`PeerIp`] | the address at the other end of the connection |
+//! | [`ClientIp`] | the client's address behind proxies that you name |
+//! | [`Header`], [`BearerToken`] | a header's value, a bearer token |
+//! | [`Method`], [`Path`] | parts of the request line |
+#![cfg_attr(feature = "axum", doc = "| [`RoutePath`] | the route that axum matched |")]
+//! | [`Extension`] | a value that an earlier layer put into the request extensions |
+//! | [`Global`] | one key for everybody |
+//! | a tuple of extractors | all of their keys together |
+//! | a closure | whatever you make of the request |
+//!
+//! A closure takes a reference to the request (the [`Parts`](http::request::Parts) of an HTTP
+//! request) and returns anything that is [`IntoKey`]; `None` means that this request has no key:
+//!
+//! ```
+//! use http::request::Parts;
+//! use tollgate::{Policy, Quota, key::Key};
+//!
+//! let policy = Policy::token_bucket("per-tenant", Quota::per_second(10))
+//!     .key(|parts: &Parts| parts.uri.host().map(Key::from));
+//! # let _: Policy = policy;
+//! ```
+
+mod address;
+mod combine;
+mod extract;
+mod forwarded;
+mod header;
+mod path;
+
+pub use address::{ClientIp, Networks, NetworksError, PeerAddr, PeerIp};
+pub use combine::{Extension, Global};
+pub use extract::{KeyError, KeyErrorKind, KeyExtractor, MissingKey};
+pub use header::{BearerToken, Header};
+#[cfg(feature = "axum")]
+pub use path::RoutePath;
+pub use path::{Method, Path};
+
+use smallvec::SmallVec;
+use std::{
+    fmt,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+};
+
+/// Who is counted. Two keys are equal exactly when they were made from equal values of the same
+/// kind, whatever bytes those hold: `("a:b", "c")`, `("a", "b:c")` and `"a:b:c"` are three keys.
+///
+/// A key may hold a secret, so its [`Debug`] form tells only its length, and stores see only a
+/// keyed hash of it.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct Key {
+    /// A sequence of parts, each one self-delimiting: a tag, then bytes of a length that the tag
+    /// fixes or that comes first. No encoding is a prefix of another, so a tuple is its parts
+    /// behind their number.
+    encoded: SmallVec<[u8; INLINE]>,
+}
+
+/// Keys up to this many bytes, encoded, need no allocation.
+const INLINE: usize = 48;
+
+/// What a part of a key holds; the first byte of its encoding.
+#[derive(Clone, Copy)]
+#[repr(u8)]
+enum Tag {
+    Bytes = 1,
+    Text = 2,
+    Number = 3,
+    V4 = 4,
+    V6 = 5,
+    Tuple = 6,
+    Missing = 7,
+    Wide = 8,
+    Bool = 9,
+}
+
+impl Key {
+    /// The key that requests without one share, where a policy says so. No value makes it.
+    pub(crate) fn missing() -> Self {
+        Self::fixed(Tag::Missing, &[])
+    }
+
+    /// A key of several keys, in order.
+    #[must_use]
+    pub fn tuple<I>(parts: I) -> Self
+    where
+        I: IntoIterator<Item = Self>,
+        I::IntoIter: ExactSizeIterator,
+    {
+        let parts = parts.into_iter();
+        let mut key = Self::fixed(Tag::Tuple, &[]);
+        key.push_length(parts.len());
+        for part in parts {
+            key.encoded.extend_from_slice(&part.encoded);
+        }
+        key
+    }
+
+    /// The encoding, for hashing.
+    pub(crate) fn encoded(&self) -> &[u8] {
+        &self.encoded
+    }
+
+    fn fixed(tag: Tag, bytes: &[u8]) -> Self {
+        let mut encoded = SmallVec::new();
+        encoded.push(tag as u8);
+        encoded.extend_from_slice(bytes);
+        Self { encoded }
+    }
+
+    fn delimited(tag: Tag, bytes: &[u8]) -> Self {
+        // The common short ones are put together without growing anything.
+        let mut buffer = [0; INLINE];
+        if bytes.len() <= INLINE - 2 {
+            buffer[0] = tag as u8;
+            buffer[1] = bytes.len() as u8;
+            buffer[2..2 + bytes.len()].copy_from_slice(bytes);
+            return Self { encoded: SmallVec::from_buf_and_len(buffer, 2 + bytes.len()) };
+        }
+        let mut key = Self::fixed(tag, &[]);
+        key.push_length(bytes.len());
+        key.encoded.extend_from_slice(bytes);
+        key
+    }
+
+    /// A length in seven bits a byte, lowest first; the eighth bit says that more follow.
+    fn push_length(&mut self, mut length: usize) {
+        while length >= 0x80 {
+            self.encoded.push((length & 0x7f) as u8 | 0x80);
+            length >>= 7;
+        }
+        self.encoded.push(length as u8);
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Key").field("len", &self.encoded.len()).finish_non_exhaustive()
+    }
+}
+
+impl From<&str> for Key {
+    fn from(text: &str) -> Self {
+        Self::delimited(Tag::Text, text.as_bytes())
+    }
+}
+
+impl From<&String> for Key {
+    fn from(text: &String) -> Self {
+        Self::from(text.as_str())
+    }
+}
+
+impl From<String> for Key {
+    fn from(text: String) -> Self {
+        Self::from(text.as_str())
+    }
+}
+
+impl From<&[u8]> for Key {
+    fn from(bytes: &[u8]) -> Self {
+        Self::delimited(Tag::Bytes, bytes)
+    }
+}
+
+impl<const N: usize> From<[u8; N]> for Key {
+    fn from(bytes: [u8; N]) -> Self {
+        Self::delimited(Tag::Bytes, &bytes)
+    }
+}
+
+impl From<u64> for Key {
+    fn from(number: u64) -> Self {
+        Self::fixed(Tag::Number, &number.to_be_bytes())
+    }
+}
+
+impl From<u32> for Key {
+    fn from(number: u32) -> Self {
+        Self::from(u64::from(number))
+    }
+}
+
+/// For identifiers of 128 bits, such as UUIDs.
+impl From<u128> for Key {
+    fn from(number: u128) -> Self {
+        Self::fixed(Tag::Wide, &number.to_be_bytes())
+    }
+}
+
+impl From<bool> for Key {
+    fn from(value: bool) -> Self {
+        Self::fixed(Tag::Bool, &[u8::from(value)])
+    }
+}
+
+impl From<Ipv4Addr> for Key {
+    fn from(address: Ipv4Addr) -> Self {
+        Self::fixed(Tag::V4, &address.octets())
+    }
+}
+
+impl From<Ipv6Addr> for Key {
+    fn from(address: Ipv6Addr) -> Self {
+        Self::fixed(Tag::V6, &address.octets())
+    }
+}
+
+/// An IPv6 address that maps an IPv4 one is that IPv4 address.
+impl From<IpAddr> for Key {
+    fn from(address: IpAddr) -> Self {
+        match address.to_canonical() {
+            IpAddr::V4(address) => Self::from(address),
+            IpAddr::V6(address) => Self::from(address),
+        }
+    }
+}
+
+/// What a key closure may return: a [`Key`], anything a key is made from, a tuple of up to four
+/// such values, or an `Option` or `Result` of one.
+pub trait IntoKey {
+    /// The key, or why there is none.
+    ///
+    /// # Errors
+    ///
+    /// [`KeyError`] where the value stands for no key.
+    fn into_key(self) -> Result<Key, KeyError>;
+}
+
+impl IntoKey for Key {
+    fn into_key(self) -> Result<Key, KeyError> {
+        Ok(self)
+    }
+}
+
+impl<T: IntoKey> IntoKey for Option<T> {
+    fn into_key(self) -> Result<Key, KeyError> {
+        self.ok_or_else(|| KeyError::missing("the key function found no key in the request"))?
+            .into_key()
+    }
+}
+
+impl<T: IntoKey> IntoKey for Result<T, KeyError> {
+    fn into_key(self) -> Result<Key, KeyError> {
+        self?.into_key()
+    }
+}
+
+macro_rules! into_key_from {
+    ($($source:ty),*) => {$(
+        impl IntoKey for $source {
+            fn into_key(self) -> Result<Key, KeyError> {
+                Ok(Key::from(self))
+            }
+        }
+    )*};
+}
+
+into_key_from!(&str, &String, String, &[u8], u32, u64, u128, bool, Ipv4Addr, Ipv6Addr, IpAddr);
+
+macro_rules! into_key_tuple {
+    ($($name:ident)*) => {
+        impl<$($name: IntoKey),*> IntoKey for ($($name,)*) {
+            #[expect(non_snake_case, reason = "the variables are named after their types")]
+            fn into_key(self) -> Result<Key, KeyError> {
+                let ($($name,)*) = self;
+                Ok(Key::tuple([$($name.into_key()?),*]))
+            }
+        }
+    };
+}
+
+into_key_tuple!(A B);
+into_key_tuple!(A B C);
+into_key_tuple!(A B C D);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The values that keys are made from, to compare with the keys.
+    #[derive(Clone, Debug, PartialEq)]
+    enum Value {
+        Text(String),
+        Bytes(Vec<u8>),
+        Number(u64),
+        Wide(u128),
+        Bool(bool),
+        V4(Ipv4Addr),
+        V6(Ipv6Addr),
+        Tuple(Vec<Self>),
+    }
+
+    impl Value {
+        fn key(&self) -> Key {
+            match self {
+                Self::Text(text) => Key::from(text),
+                Self::Bytes(bytes) => Key::from(bytes.as_slice()),
+                Self::Number(number) => Key::from(*number),
+                Self::Wide(number) => Key::from(*number),
+                Self::Bool(value) => Key::from(*value),
+                Self::V4(address) => Key::from(*address),
+                Self::V6(address) => Key::from(*address),
+                Self::Tuple(parts) => Key::tuple(parts.iter().map(Self::key).collect::<Vec<_>>()),
+            }
+        }
+    }
+
+    fn value() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            "[a-c:/|%\u{0}\u{1}\u{2}]{0,4}".prop_map(Value::Text),
+            proptest::collection::vec(0_u8..10, 0..4).prop_map(Value::Bytes),
+            (0_u64..4).prop_map(Value::Number),
+            (0_u128..4).prop_map(Value::Wide),
+            any::<bool>().prop_map(Value::Bool),
+            (0_u32..4).prop_map(|bits| Value::V4(bits.into())),
+            (0_u128..4).prop_map(|bits| Value::V6(bits.into())),
+        ];
+        leaf.prop_recursive(3, 12, 4, |inner| {
+            proptest::collection::vec(inner, 0..4).prop_map(Value::Tuple)
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(4_000))]
+
+        #[test]
+        fn keys_are_equal_exactly_when_their_values_are(a in value(), b in value()) {
+            prop_assert_eq!(a == b, a.key() == b.key(), "{:?} {:?}", a, b);
+        }
+
+        #[test]
+        fn no_encoding_is_a_prefix_of_another(a in value(), b in value()) {
+            let (a, b) = (a.key(), b.key());
+            prop_assert!(a == b || !a.encoded().starts_with(b.encoded()));
+        }
+    }
+
+    #[test]
+    fn parts_do_not_run_into_each_other() {
+        for separator in [":", "|", "/", "%3A", "", "\0"] {
+            let left = (format!("/a{separator}b").as_str(), "c").into_key();
+            let right = ("/a", format!("b{separator}c").as_str()).into_key();
+            assert_ne!(left.unwrap(), right.unwrap(), "{separator:?}");
+        }
+    }
+
+    #[test]
+    fn long_values_are_told_apart_by_their_last_byte() {
+        let long = "x".repeat(4_096);
+        assert_ne!(Key::from(format!("{long}a")), Key::from(format!("{long}b")));
+        assert_ne!(Key::from(long.as_str()), Key::from(long.as_bytes()));
+    }
+
+    #[test]
+    fn a_mapped_address_is_the_address_it_maps() {
+        let mapped: IpAddr = "::ffff:192.0.2.1".parse().unwrap();
+        let plain: IpAddr = "192.0.2.1".parse().unwrap();
+        assert_eq!(Key::from(mapped), Key::from(plain));
+    }
+
+    #[test]
+    fn the_debug_form_keeps_the_secret() {
+        let debug = format!("{:?}", Key::from("sk_live_SECRET"));
+        assert!(!debug.contains("SECRET"), "{debug}");
+    }
+}

@@ -1,0 +1,215 @@
+//! Policies: one named limit each, and the stacks that they form.
+
+pub(crate) mod quota;
+pub(crate) mod stack;
+
+pub use quota::{Period, Quota, QuotaError};
+
+use crate::{
+    algorithm::Anchor,
+    key::{Key, KeyExtractor, MissingKey},
+    store::Kind,
+};
+use http::request::Parts;
+use std::{borrow::Cow, collections::HashSet, fmt, sync::Arc, time::Duration};
+
+/// One named limit: an algorithm with its quota, whom it counts, what a request costs, and to which
+/// requests it applies. `R` is what a request is; for HTTP it is the [`Parts`] of the request.
+///
+/// ```
+/// use http::{Method, request::Parts};
+/// use std::time::Duration;
+/// use tollgate::{Policy, Quota, key::{Global, Header}};
+///
+/// let per_key = Policy::token_bucket("per-key", Quota::per_second(100).burst(200))
+///     .key(Header::from_static("x-api-key"));
+/// let writes = Policy::sliding_window("writes", Quota::per_minute(600))
+///     .key(Header::from_static("x-api-key"))
+///     .when(|parts: &Parts| parts.method != Method::GET)
+///     .cost(|parts: &Parts| if parts.uri.path() == "/batch" { 10 } else { 1 });
+/// let everybody = Policy::leaky_bucket("everybody", Quota::per_second(1_000))
+///     .max_delay(Duration::from_millis(50))
+///     .key(Global);
+/// # let _: [Policy; 3] = [per_key, writes, everybody];
+/// ```
+///
+/// # Which algorithm
+///
+/// | | remembers | admits at most, in any stretch of time `t` |
+/// |---|---|---|
+/// | [`token_bucket`](Self::token_bucket) | 2 numbers | `burst + t * limit / period` |
+/// | [`leaky_bucket`](Self::leaky_bucket) | 2 numbers | the same; with a maximum delay, evenly spaced |
+/// | [`sliding_log`](Self::sliding_log) | a time per unit | `limit` in a period, exactly |
+/// | [`sliding_window`](Self::sliding_window) | 3 numbers | about `limit` in a period, never `2 * limit` |
+/// | [`fixed_window`](Self::fixed_window) | 2 numbers | `limit` in each window, `2 * limit` across a boundary |
+///
+/// # When the clock steps back
+///
+/// A clock that steps back by less than a full refill never grants anything: policies wait until it
+/// has caught up. After a larger step they count anew from the present, with everything that was
+/// used still used.
+pub struct Policy<R: ?Sized = Parts> {
+    pub(crate) name: Cow<'static, str>,
+    pub(crate) kind: Kind,
+    pub(crate) quota: Quota,
+    pub(crate) key: Option<Arc<dyn KeyExtractor<R>>>,
+    pub(crate) missing_key: MissingKey,
+    pub(crate) conditions: Vec<Condition<R>>,
+    pub(crate) exempt: HashSet<Key>,
+    pub(crate) cost: Cost<R>,
+    pub(crate) quota_for: Option<QuotaFor<R>>,
+    /// An option that the algorithm does not have.
+    pub(crate) misplaced: Option<&'static str>,
+}
+
+pub(crate) type Condition<R> = Box<dyn Fn(&R) -> bool + Send + Sync>;
+pub(crate) type QuotaFor<R> = Box<dyn Fn(&R) -> Option<Quota> + Send + Sync>;
+
+/// What a request costs.
+pub(crate) enum Cost<R: ?Sized> {
+    One,
+    Of(Box<dyn Fn(&R) -> u64 + Send + Sync>),
+}
+
+impl<R: ?Sized> Policy<R> {
+    /// Tokens come back at a steady rate, up to the burst; a request takes its cost in tokens. An
+    /// idle caller can spend a whole burst at once. A new key has a full bucket.
+    #[must_use]
+    pub fn token_bucket(name: impl Into<Cow<'static, str>>, quota: Quota) -> Self {
+        Self::new(name, Kind::TokenBucket, quota)
+    }
+
+    /// Requests fill a bucket that leaks at a steady rate; one that would make it overflow is
+    /// rejected. With [`max_delay`](Self::max_delay), one that would be too early is held back
+    /// instead, first come first served.
+    #[must_use]
+    pub fn leaky_bucket(name: impl Into<Cow<'static, str>>, quota: Quota) -> Self {
+        Self::new(name, Kind::LeakyBucket(Duration::ZERO), quota)
+    }
+
+    /// Counts from zero in each window. Windows begin at whole multiples of the period since the
+    /// Unix epoch, at the calendar's boundaries in UTC, or [at a key's first
+    /// request](Self::from_first_hit).
+    #[must_use]
+    pub fn fixed_window(name: impl Into<Cow<'static, str>>, quota: Quota) -> Self {
+        Self::new(name, Kind::FixedWindow(Anchor::Epoch), quota)
+    }
+
+    /// Counts this window and weights the last one by how much of it still lies within a period of
+    /// now. A good approximation of the sliding log for the memory of three numbers.
+    #[must_use]
+    pub fn sliding_window(name: impl Into<Cow<'static, str>>, quota: Quota) -> Self {
+        Self::new(name, Kind::SlidingWindow, quota)
+    }
+
+    /// Remembers when each unit was spent: exact, for 8 bytes a unit. For limits up to 100,000.
+    #[must_use]
+    pub fn sliding_log(name: impl Into<Cow<'static, str>>, quota: Quota) -> Self {
+        Self::new(name, Kind::SlidingLog, quota)
+    }
+
+    fn new(name: impl Into<Cow<'static, str>>, kind: Kind, quota: Quota) -> Self {
+        Self {
+            name: name.into(),
+            kind,
+            quota,
+            key: None,
+            missing_key: MissingKey::default(),
+            conditions: Vec::new(),
+            exempt: HashSet::new(),
+            cost: Cost::One,
+            quota_for: None,
+            misplaced: None,
+        }
+    }
+
+    /// Windows begin at a key's first request instead of at fixed times. For fixed windows of fixed
+    /// length only.
+    #[must_use]
+    pub fn from_first_hit(mut self) -> Self {
+        match &mut self.kind {
+            Kind::FixedWindow(anchor) => *anchor = Anchor::FirstHit,
+            _ => self.misplaced = Some("from_first_hit"),
+        }
+        self
+    }
+
+    /// Holds requests back for up to so long, to space them evenly, instead of rejecting them at
+    /// once. For leaky buckets only. Default: zero, which holds nothing back.
+    ///
+    /// With `Quota::per_second(5).burst(1)` and a maximum delay of 20 seconds, of a hundred requests
+    /// that come at once the first goes on at once and then one every 200 ms. Whoever is cancelled
+    /// while waiting gives up its place, and those behind move up.
+    #[must_use]
+    pub fn max_delay(mut self, max_delay: Duration) -> Self {
+        match &mut self.kind {
+            Kind::LeakyBucket(delay) => *delay = max_delay,
+            _ => self.misplaced = Some("max_delay"),
+        }
+        self
+    }
+
+    /// Whom to count. Default: whom the stack counts, see
+    /// [`LimiterBuilder::key`](crate::LimiterBuilder::key).
+    #[must_use]
+    pub fn key(mut self, key: impl KeyExtractor<R>) -> Self {
+        self.key = Some(Arc::new(key));
+        self
+    }
+
+    /// What to do with a request that has no key. Default: [`MissingKey::Reject`].
+    #[must_use]
+    pub const fn missing_key(mut self, missing_key: MissingKey) -> Self {
+        self.missing_key = missing_key;
+        self
+    }
+
+    /// Applies only to requests that fulfil the condition; several conditions must all be
+    /// fulfilled. Default: applies to all.
+    #[must_use]
+    pub fn when(mut self, condition: impl Fn(&R) -> bool + Send + Sync + 'static) -> Self {
+        self.conditions.push(Box::new(condition));
+        self
+    }
+
+    /// Does not apply to these keys. They must be made like those of the key extractor: an
+    /// [`IpAddr`](std::net::IpAddr) has to have the extractor's prefix. Default: none is exempt.
+    #[must_use]
+    pub fn exempt<K: Into<Key>>(mut self, keys: impl IntoIterator<Item = K>) -> Self {
+        self.exempt.extend(keys.into_iter().map(Into::into));
+        self
+    }
+
+    /// What a request costs, in units of the quota. 0 is free; more than the quota's capacity can
+    /// never be admitted. Default: 1.
+    #[must_use]
+    pub fn cost(mut self, cost: impl Fn(&R) -> u64 + Send + Sync + 'static) -> Self {
+        self.cost = Cost::Of(Box::new(cost));
+        self
+    }
+
+    /// Looks a quota up for each request, such as that of the caller's plan. `None` is the quota
+    /// that the policy was made with; to leave a caller unlimited use [`when`](Self::when) or
+    /// [`exempt`](Self::exempt).
+    ///
+    /// A caller who moves to another quota keeps what it has used. A quota that the algorithm
+    /// cannot count (see [`QuotaError`]) rejects the request as the server's fault.
+    #[must_use]
+    pub fn quota_for(
+        mut self,
+        quota: impl Fn(&R) -> Option<Quota> + Send + Sync + 'static,
+    ) -> Self {
+        self.quota_for = Some(Box::new(quota));
+        self
+    }
+}
+
+impl<R: ?Sized> fmt::Debug for Policy<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Policy")
+            .field("name", &self.name)
+            .field("kind", &self.kind)
+            .field("quota", &self.quota)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,393 @@
+//! A stack: checked policies in their order, grouped by whom they count.
+
+use super::{Condition, Cost, Policy, Quota, QuotaError, QuotaFor};
+use crate::{
+    decision::{Allotment, Outcome, Outcomes, Reason, Verdict},
+    key::{Key, KeyExtractor, MissingKey},
+    store::{Bill, Charge, Identity, Kind, Rule, local::Plan},
+};
+use parking_lot::Mutex;
+use std::{
+    borrow::Cow,
+    collections::{BTreeSet, HashSet},
+    error, fmt,
+    hash::{BuildHasher, RandomState},
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+    time::Duration,
+};
+use xxhash_rust::xxh3::xxh3_128_with_secret;
+
+pub(crate) struct Stack<R: ?Sized> {
+    entries: Vec<Entry<R>>,
+    /// The distinct key extractors, each with the indices of the policies that count by it.
+    spaces: Vec<Space<R>>,
+    secret: [u8; SECRET],
+}
+
+/// A policy that was found to be in order.
+struct Entry<R: ?Sized> {
+    name: &'static str,
+    kind: Kind,
+    rule: Rule,
+    /// What the rule gives out.
+    allotment: Allotment,
+    missing_key: MissingKey,
+    conditions: Vec<Condition<R>>,
+    /// The fingerprints of the keys that the policy does not count.
+    exempt: HashSet<u128>,
+    cost: Cost<R>,
+    quota_for: Option<QuotaFor<R>>,
+    space: usize,
+}
+
+/// The keys of one extractor.
+struct Space<R: ?Sized> {
+    extractor: Arc<dyn KeyExtractor<R>>,
+    policies: Vec<usize>,
+}
+
+/// The size of the hash function's secret.
+const SECRET: usize = 192;
+
+/// Why a stack cannot be built.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BuildError {
+    /// There is no policy in the stack.
+    NoPolicy,
+    /// A policy's name is not of the form `[A-Za-z][A-Za-z0-9_.-]{0,63}`, which every header can
+    /// carry.
+    InvalidName {
+        /// The name.
+        name: String,
+    },
+    /// Two policies have the same name, or names that differ only by case.
+    DuplicateName {
+        /// The name.
+        name: String,
+    },
+    /// A policy has no key, and the stack has none either.
+    NoKey {
+        /// The policy.
+        policy: String,
+    },
+    /// A policy's quota cannot be.
+    Quota {
+        /// The policy.
+        policy: String,
+        /// Why.
+        error: QuotaError,
+    },
+    /// A policy was given an option that its algorithm does not have.
+    Misplaced {
+        /// The policy.
+        policy: String,
+        /// The option.
+        option: &'static str,
+    },
+    /// A policy holds requests back, where nothing can wait.
+    CannotWait {
+        /// The policy.
+        policy: String,
+    },
+}
+
+impl<R: ?Sized + 'static> Stack<R> {
+    pub(crate) fn new(
+        policies: Vec<Policy<R>>,
+        default_key: Option<&Arc<dyn KeyExtractor<R>>>,
+    ) -> Result<Self, BuildError> {
+        if policies.is_empty() {
+            return Err(BuildError::NoPolicy);
+        }
+        let secret = random_secret();
+        let mut names = BTreeSet::new();
+        let mut spaces: Vec<Space<R>> = Vec::new();
+        let mut entries = Vec::with_capacity(policies.len());
+        for (index, policy) in policies.into_iter().enumerate() {
+            let name = policy.name.clone().into_owned();
+            check_name(&name)?;
+            if !names.insert(name.to_ascii_lowercase()) {
+                return Err(BuildError::DuplicateName { name });
+            }
+            if let Some(option) = policy.misplaced {
+                return Err(BuildError::Misplaced { policy: name, option });
+            }
+            let rule = match Rule::new(policy.kind, &policy.quota) {
+                Ok(rule) => rule,
+                Err(error) => {
+                    return Err(BuildError::Quota { policy: name, error });
+                }
+            };
+            let Some(extractor) = policy.key.or_else(|| default_key.cloned()) else {
+                return Err(BuildError::NoKey { policy: name });
+            };
+            let same = |space: &Space<R>| finds_the_same_keys(&space.extractor, &extractor);
+            let space = spaces.iter().position(same).unwrap_or_else(|| {
+                spaces.push(Space { extractor, policies: Vec::new() });
+                spaces.len() - 1
+            });
+            spaces[space].policies.push(index);
+            entries.push(Entry {
+                name: intern(policy.name),
+                kind: policy.kind,
+                rule,
+                allotment: rule.allotment(),
+                missing_key: policy.missing_key,
+                conditions: policy.conditions,
+                exempt: policy.exempt.iter().map(|key| fingerprint(key, &secret)).collect(),
+                cost: policy.cost,
+                quota_for: policy.quota_for,
+                space,
+            });
+        }
+        Ok(Self { entries, spaces, secret })
+    }
+
+    /// What a store has to know of each policy.
+    pub(crate) fn plans(&self) -> Vec<Plan> {
+        let plan = |entry: &Entry<R>| Plan {
+            space: entry.space,
+            kind: entry.kind,
+            rule: entry.rule,
+            varies: entry.quota_for.is_some(),
+            log_limit: match entry.kind {
+                Kind::SlidingLog => entry.log_limit(),
+                _ => 0,
+            },
+        };
+        self.entries.iter().map(plan).collect()
+    }
+
+    /// The names of the policies, with what each gives out, in order.
+    pub(crate) fn allotments(&self) -> impl Iterator<Item = (&'static str, Allotment)> {
+        self.entries.iter().map(|entry| (entry.name, entry.allotment))
+    }
+
+    pub(crate) fn name(&self, policy: usize) -> &'static str {
+        self.entries[policy].name
+    }
+
+    /// Where a policy stands in the stack.
+    pub(crate) fn position(&self, name: &str) -> Option<usize> {
+        self.entries.iter().position(|entry| entry.name == name)
+    }
+
+    /// The first policy that may hold requests back.
+    pub(crate) fn shaper(&self) -> Option<&'static str> {
+        let shapes = |entry: &&Entry<R>| matches!(entry.kind, Kind::LeakyBucket(delay) if delay > Duration::ZERO);
+        self.entries.iter().find(shapes).map(|entry| entry.name)
+    }
+
+    /// Writes what `request` is to be charged, and an outcome for each charge, to be filled in by the
+    /// store. This is where the user's functions run; a panic in one of them goes no further.
+    pub(crate) fn bill(
+        &self,
+        request: &R,
+        bill: &mut Bill,
+        outcomes: &mut Outcomes,
+    ) -> Result<(), Box<Reason>> {
+        // Which policy is being asked, to name it if its function panics.
+        let mut asking = 0;
+        let write = AssertUnwindSafe(|| self.write_bill(request, bill, outcomes, &mut asking));
+        catch_unwind(write).unwrap_or_else(|_| {
+            Err(Box::new(Reason::Faulty {
+                policy: self.name(asking),
+                message: "a function that this policy was built with panicked".to_owned(),
+            }))
+        })
+    }
+
+    fn write_bill(
+        &self,
+        request: &R,
+        bill: &mut Bill,
+        outcomes: &mut Outcomes,
+        asking: &mut usize,
+    ) -> Result<(), Box<Reason>> {
+        for (space_index, space) in self.spaces.iter().enumerate() {
+            let mut found = None;
+            let mut identity = None;
+            for &policy in &space.policies {
+                *asking = policy;
+                let entry = &self.entries[policy];
+                if !entry.conditions.iter().all(|condition| condition(request)) {
+                    continue;
+                }
+                let found = found.get_or_insert_with(|| {
+                    space.extractor.extract(request).map(|key| fingerprint(&key, &self.secret))
+                });
+                let fingerprint = match (found, entry.missing_key) {
+                    (Ok(fingerprint), _) if entry.is_exempt(fingerprint) => continue,
+                    (Ok(fingerprint), _) => *fingerprint,
+                    (Err(_), MissingKey::Skip) => continue,
+                    (Err(_), MissingKey::Share) => fingerprint(&Key::missing(), &self.secret),
+                    (Err(error), MissingKey::Reject) => {
+                        let (policy, error) = (entry.name, error.clone());
+                        return Err(Box::new(Reason::NoKey { policy, error }));
+                    }
+                };
+                // Policies of one space that count a request all count it by the same key.
+                let identity = *identity.get_or_insert_with(|| {
+                    bill.identities.push(Identity { space: space_index, fingerprint });
+                    bill.identities.len() - 1
+                });
+                let quota = entry.quota_for.as_ref().and_then(|quota_for| quota_for(request));
+                let (rule, allotment) = match quota {
+                    None => (0, entry.allotment),
+                    Some(quota) => {
+                        let rule = entry.rule_for(&quota)?;
+                        bill.rules.push(rule);
+                        (bill.rules.len(), rule.allotment())
+                    }
+                };
+                let cost = match &entry.cost {
+                    Cost::One => 1,
+                    Cost::Of(cost) => cost(request),
+                };
+                bill.charges.push(Charge {
+                    cost,
+                    policy: policy as u32,
+                    identity: identity as u32,
+                    rule: rule as u32,
+                });
+                outcomes.push(Outcome {
+                    policy: entry.name,
+                    quota: allotment,
+                    cost,
+                    remaining: 0,
+                    reset_us: 0,
+                    verdict: Verdict::Never,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A hash in place of a key: 128 bits, so that no two callers ever share a budget by chance, under a
+/// secret of the stack, so that none can do so on purpose.
+fn fingerprint(key: &Key, secret: &[u8; SECRET]) -> u128 {
+    // Zero stands for nobody in the table.
+    xxh3_128_with_secret(key.encoded(), secret).max(1)
+}
+
+impl<R: ?Sized> Entry<R> {
+    fn is_exempt(&self, fingerprint: &u128) -> bool {
+        !self.exempt.is_empty() && self.exempt.contains(fingerprint)
+    }
+
+    /// The rule of a quota that was looked up for a request.
+    fn rule_for(&self, quota: &Quota) -> Result<Rule, Box<Reason>> {
+        Rule::new(self.kind, quota).map_err(|error| {
+            Box::new(Reason::Faulty {
+                policy: self.name,
+                message: format!("the quota `{quota}` for this request cannot be: {error}"),
+            })
+        })
+    }
+
+    /// The largest limit that the policy's log can have.
+    fn log_limit(&self) -> usize {
+        let limit = match self.quota_for {
+            Some(_) => crate::algorithm::MAX_LOG_LIMIT,
+            None => self.allotment.limit,
+        };
+        limit as usize
+    }
+}
+
+/// Whether two extractors are one, or say that they find the same keys.
+fn finds_the_same_keys<R: ?Sized + 'static>(
+    a: &Arc<dyn KeyExtractor<R>>,
+    b: &Arc<dyn KeyExtractor<R>>,
+) -> bool {
+    Arc::ptr_eq(a, b) || a.name().is_some_and(|name| Some(name) == b.name())
+}
+
+fn check_name(name: &str) -> Result<(), BuildError> {
+    let mut bytes = name.bytes();
+    let first = bytes.next().is_some_and(|byte| byte.is_ascii_alphabetic());
+    let rest = bytes.all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte));
+    if first && rest && name.len() <= 64 {
+        Ok(())
+    } else {
+        Err(BuildError::InvalidName { name: name.to_owned() })
+    }
+}
+
+/// Names are handed out in every decision, so they live as long as the process. The same name is
+/// kept once, however many stacks use it.
+fn intern(name: Cow<'static, str>) -> &'static str {
+    static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
+    let name = match name {
+        Cow::Borrowed(name) => return name,
+        Cow::Owned(name) => name,
+    };
+    let mut names = NAMES.lock();
+    match names.get(name.as_str()) {
+        Some(known) => known,
+        None => {
+            let name = name.leak();
+            names.insert(name);
+            name
+        }
+    }
+}
+
+/// A secret that nobody can guess: the standard library seeds its hash tables from the system's
+/// random numbers, and SipHash spreads such a seed over as many bytes as are needed.
+fn random_secret() -> [u8; SECRET] {
+    let random = RandomState::new();
+    let mut secret = [0; SECRET];
+    for (index, bytes) in secret.chunks_exact_mut(8).enumerate() {
+        bytes.copy_from_slice(&random.hash_one(index).to_ne_bytes());
+    }
+    secret
+}
+
+// === impl BuildError ===
+
+impl fmt::Display for BuildError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoPolicy => f.write_str("the stack has no policy; add one with `policy`"),
+            Self::InvalidName { name } => write!(
+                f,
+                "`{}` is no name for a policy; begin with a letter and go on with up to 63 letters, \
+                 digits, `_`, `.` or `-`",
+                name.escape_debug()
+            ),
+            Self::DuplicateName { name } => write!(
+                f,
+                "two policies are named `{name}` (upper and lower case count as the same)"
+            ),
+            Self::NoKey { policy } => write!(
+                f,
+                "policy `{policy}` has no key; call `key` on it or on the stack to say whom it \
+                 counts, with `Global` for everybody together"
+            ),
+            Self::Quota { policy, error } => write!(f, "the quota of policy `{policy}`: {error}"),
+            Self::Misplaced { policy, option } => write!(
+                f,
+                "policy `{policy}`: `{option}` is not for its algorithm; `from_first_hit` is for \
+                 fixed windows, `max_delay` for leaky buckets"
+            ),
+            Self::CannotWait { policy } => write!(
+                f,
+                "policy `{policy}` holds requests back, and an interceptor cannot wait; use the \
+                 layer, or leave out `max_delay`"
+            ),
+        }
+    }
+}
+
+impl error::Error for BuildError {
+    fn source(&self) -> Option<&(dyn error::Error + 'static)> {
+        match self {
+            Self::Quota { error, .. } => Some(error),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! A shard: a table with its bounds, and what is forgotten when they are reached.
+
+use super::{rings::Rings, state::Field, table::Table};
+
+pub(super) struct Shard {
+    pub(super) table: Table,
+    pub(super) rings: Rings,
+    /// No entry is fresh before this instant. It may be too early, never too late.
+    pub(super) earliest_fresh_us: u64,
+    /// How many keys came in since the whole table was last looked through.
+    inserted_since_sweep: usize,
+    layout: Layout,
+    bounds: Bounds,
+}
+
+/// What the words of an entry mean, as far as forgetting is concerned.
+#[derive(Clone, Debug)]
+pub(super) struct Layout {
+    pub(super) width: usize,
+    /// Where the instants stand after which the policies' states can be forgotten.
+    pub(super) fresh_at: Box<[usize]>,
+    pub(super) logs: Box<[Field]>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bounds {
+    pub(super) keys: usize,
+    pub(super) log_entries: usize,
+}
+
+/// How many entries are compared to find the one that is fresh soonest.
+const CANDIDATES: usize = 64;
+
+impl Shard {
+    pub(super) fn new(layout: Layout, bounds: Bounds) -> Self {
+        Self {
+            table: Table::new(layout.width),
+            rings: Rings::new(),
+            earliest_fresh_us: u64::MAX,
+            inserted_since_sweep: 0,
+            layout,
+            bounds,
+        }
+    }
+
+    /// Adds an entry that is not there yet, and forgets another one if there are too many.
+    pub(super) fn insert(&mut self, fingerprint: u128, now_us: u64) -> usize {
+        self.inserted_since_sweep += 1;
+        while self.table.len() >= self.bounds.keys {
+            self.make_room(fingerprint, now_us);
+        }
+        self.table.insert(fingerprint)
+    }
+
+    /// Whether the sliding logs take more memory than they may.
+    pub(super) fn logs_are_full(&self) -> bool {
+        self.rings.capacity() > self.bounds.log_entries
+    }
+
+    /// Forgets others until the sliding logs take no more memory than they may.
+    pub(super) fn make_room_for_logs(&mut self, fingerprint: u128, now_us: u64) {
+        while self.logs_are_full() && self.table.len() > 1 {
+            self.make_room(fingerprint, now_us);
+        }
+    }
+
+    /// Removes all that is fresh, and returns how many slots were looked at.
+    pub(super) fn sweep(&mut self, now_us: u64) -> usize {
+        if now_us < self.earliest_fresh_us {
+            return 0;
+        }
+        self.inserted_since_sweep = 0;
+        self.earliest_fresh_us = u64::MAX;
+        let Self { table, rings, earliest_fresh_us, layout, .. } = self;
+        let slots = table.slots();
+        table.retain(|state| {
+            let fresh_at_us = layout.fresh_at(state);
+            let keep = fresh_at_us > now_us;
+            if keep {
+                *earliest_fresh_us = (*earliest_fresh_us).min(fresh_at_us);
+            } else {
+                layout.logs.iter().for_each(|log| rings.release(log.ring(state)));
+            }
+            keep
+        });
+        slots
+    }
+
+    pub(super) fn remove(&mut self, slot: usize) {
+        let state = self.table.state(slot);
+        self.layout.logs.iter().for_each(|log| self.rings.release(log.ring(state)));
+        self.table.remove(slot);
+    }
+
+    /// Forgets what is fresh; if that is nothing, the one that is fresh soonest of some, but not
+    /// the one that room is made for. Looking through the whole table pays only once a part of it is
+    /// new, so that a flood of new keys costs each of them no more than a look at some entries.
+    fn make_room(&mut self, fingerprint: u128, now_us: u64) {
+        if self.inserted_since_sweep * CANDIDATES >= self.table.slots() {
+            let before = self.table.len();
+            self.sweep(now_us);
+            if self.table.len() < before {
+                return;
+            }
+        }
+        let (Ok(start) | Err(start)) = self.table.find(fingerprint);
+        let table = &self.table;
+        let soonest = (start..table.slots())
+            .chain(0..start)
+            .filter(|&slot| table.fingerprint(slot).is_some_and(|found| found != fingerprint))
+            .take(CANDIDATES)
+            .min_by_key(|&slot| self.layout.fresh_at(table.state(slot)));
+        if let Some(slot) = soonest {
+            self.remove(slot);
+        }
+    }
+}
+
+impl Layout {
+    /// From when on an entry can be forgotten.
+    fn fresh_at(&self, state: &[u64]) -> u64 {
+        self.fresh_at.iter().map(|&word| state[word]).max().unwrap_or(0)
+    }
+}

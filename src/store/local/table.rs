@@ -1,0 +1,274 @@
+//! A hash table of fixed-size entries, sorted by fingerprint.
+//!
+//! An entry is a 128-bit fingerprint and some words of state, side by side in one array, so that a
+//! look-up of a key out of a million costs about one cache miss. Fingerprints come from a keyed
+//! hash and are spread evenly: an entry's home is where its fingerprint would stand if they all
+//! were equally far apart, and entries stand in the order of their fingerprints, at their home or as
+//! little behind it as the others let them (ordered linear probing, Amble and Knuth 1974). A miss
+//! ends at the first larger fingerprint, and growing, shrinking and sweeping are one pass from the
+//! left to the right.
+
+/// Entries are at most this share of the homes, as a fraction.
+const MAX_LOAD: (usize, usize) = (7, 8);
+
+/// Slots behind the last home, for entries that were pushed beyond it.
+const OVERFLOW: usize = 64;
+
+/// The words of a fingerprint.
+const FINGERPRINT: usize = 2;
+
+pub(super) struct Table {
+    /// The words of an entry.
+    width: usize,
+    homes: usize,
+    len: usize,
+    /// All slots. A fingerprint of zero is an empty slot; the last slot is always empty.
+    words: Vec<u64>,
+}
+
+impl Table {
+    /// An empty table for entries with so many words of state.
+    pub(super) fn new(state_words: usize) -> Self {
+        Self { width: FINGERPRINT + state_words, homes: 0, len: 0, words: Vec::new() }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) fn slots(&self) -> usize {
+        self.words.len() / self.width
+    }
+
+    /// The slot of an entry, or the one where it would have to be.
+    pub(super) fn find(&self, fingerprint: u128) -> Result<usize, usize> {
+        let wanted = halves(fingerprint);
+        let home = home(wanted.0, self.homes);
+        for (displaced, entry) in
+            self.words[home * self.width..].chunks_exact(self.width).enumerate()
+        {
+            let found = (entry[0], entry[1]);
+            if found == wanted {
+                return Ok(home + displaced);
+            }
+            if found == (0, 0) || found > wanted {
+                return Err(home + displaced);
+            }
+        }
+        // Only a table without any slots has no empty one at its end.
+        Err(0)
+    }
+
+    /// The state of the entry in `slot`.
+    pub(super) fn state(&self, slot: usize) -> &[u64] {
+        let start = slot * self.width;
+        &self.words[start + FINGERPRINT..start + self.width]
+    }
+
+    pub(super) fn state_mut(&mut self, slot: usize) -> &mut [u64] {
+        let start = slot * self.width;
+        &mut self.words[start + FINGERPRINT..start + self.width]
+    }
+
+    /// Whose entry is in `slot`.
+    pub(super) fn fingerprint(&self, slot: usize) -> Option<u128> {
+        Some(self.raw_fingerprint(slot)).filter(|&fingerprint| fingerprint != 0)
+    }
+
+    /// Adds an entry that is not there yet, with a state of zeros, and returns its slot.
+    pub(super) fn insert(&mut self, fingerprint: u128) -> usize {
+        if (self.len + 1) * MAX_LOAD.1 > self.homes * MAX_LOAD.0 {
+            self.resize(self.homes + self.homes / 4 + 8);
+        }
+        loop {
+            let slot = match self.find(fingerprint) {
+                Ok(slot) => return slot,
+                Err(slot) => slot,
+            };
+            let mut empty = slot;
+            while self.raw_fingerprint(empty) != 0 {
+                empty += 1;
+            }
+            // The last slot has to stay empty: it ends every search.
+            if empty + 1 < self.slots() {
+                let (from, to) = (slot * self.width, empty * self.width);
+                self.words.copy_within(from..to, from + self.width);
+                self.words[from..from + self.width].fill(0);
+                (self.words[from], self.words[from + 1]) = halves(fingerprint);
+                self.len += 1;
+                return slot;
+            }
+            self.resize(self.homes + self.homes / 4 + 8);
+        }
+    }
+
+    /// Removes the entry in `slot`.
+    pub(super) fn remove(&mut self, slot: usize) {
+        let mut end = slot + 1;
+        while self
+            .fingerprint(end)
+            .is_some_and(|displaced| home(halves(displaced).0, self.homes) < end)
+        {
+            end += 1;
+        }
+        let width = self.width;
+        self.words.copy_within((slot + 1) * width..end * width, slot * width);
+        self.words[(end - 1) * width..end * width].fill(0);
+        self.len -= 1;
+    }
+
+    /// Keeps the entries whose state `keep` approves of, and gives memory back if few are left.
+    pub(super) fn retain(&mut self, mut keep: impl FnMut(&[u64]) -> bool) {
+        let mut next = 0;
+        for slot in 0..self.slots() {
+            let Some(fingerprint) = self.fingerprint(slot) else {
+                continue;
+            };
+            let from = slot * self.width;
+            if keep(self.state(slot)) {
+                let to = home(halves(fingerprint).0, self.homes).max(next);
+                next = to + 1;
+                if to == slot {
+                    continue;
+                }
+                self.words.copy_within(from..from + self.width, to * self.width);
+            } else {
+                self.len -= 1;
+            }
+            self.words[from..from + self.width].fill(0);
+        }
+        if self.len < self.homes / 4 {
+            self.resize(self.len + self.len / 2);
+        }
+    }
+
+    /// Zero is nobody's.
+    fn raw_fingerprint(&self, slot: usize) -> u128 {
+        let start = slot * self.width;
+        u128::from(self.words[start]) << 64 | u128::from(self.words[start + 1])
+    }
+
+    /// Lays the entries out over at least so many homes.
+    fn resize(&mut self, mut homes: usize) {
+        while !self.try_resize(homes) {
+            homes += homes / 8 + 8;
+        }
+    }
+
+    fn try_resize(&mut self, homes: usize) -> bool {
+        let slots = if homes == 0 { 0 } else { homes + OVERFLOW.min(homes) };
+        let mut words = vec![0; slots * self.width];
+        let mut next = 0;
+        for entry in self.words.chunks_exact(self.width) {
+            if (entry[0], entry[1]) == (0, 0) {
+                continue;
+            }
+            let slot = home(entry[0], homes).max(next);
+            next = slot + 1;
+            if next >= slots {
+                return false;
+            }
+            words[slot * self.width..next * self.width].copy_from_slice(entry);
+        }
+        self.homes = homes;
+        self.words = words;
+        true
+    }
+}
+
+fn halves(fingerprint: u128) -> (u64, u64) {
+    ((fingerprint >> 64) as u64, fingerprint as u64)
+}
+
+/// Where an entry stands in a table of `homes` homes if nobody is in its way.
+fn home(upper_half: u64, homes: usize) -> usize {
+    // Scales it from 0..2^64 to 0..homes, which keeps the order.
+    ((u128::from(upper_half) * homes as u128) >> 64) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    #[derive(Clone, Debug)]
+    enum Op {
+        Insert(u128, u64),
+        Remove(u128),
+        Retain(u64),
+    }
+
+    /// Few fingerprints, some of them crowded at either end.
+    fn fingerprint() -> impl Strategy<Value = u128> {
+        prop_oneof![
+            1_u128..40,
+            (0_u128..40).prop_map(|n| u128::MAX - n),
+            (1_u128..200).prop_map(|n| n << 120 | n),
+            (1_u128..200).prop_map(|n| n << 64),
+        ]
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        prop_oneof![
+            6 => (fingerprint(), any::<u64>()).prop_map(|(f, s)| Op::Insert(f, s)),
+            2 => fingerprint().prop_map(Op::Remove),
+            1 => (0_u64..4).prop_map(Op::Retain),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(500))]
+
+        #[test]
+        fn a_table_is_a_map(ops in proptest::collection::vec(op(), 0..400)) {
+            let mut table = Table::new(1);
+            let mut model = BTreeMap::new();
+            for op in ops {
+                match op {
+                    Op::Insert(fingerprint, state) => {
+                        let slot = match table.find(fingerprint) {
+                            Ok(slot) => slot,
+                            Err(_) => table.insert(fingerprint),
+                        };
+                        table.state_mut(slot)[0] = state;
+                        model.insert(fingerprint, state);
+                    }
+                    Op::Remove(fingerprint) => {
+                        let found = table.find(fingerprint);
+                        prop_assert_eq!(found.is_ok(), model.remove(&fingerprint).is_some());
+                        if let Ok(slot) = found {
+                            table.remove(slot);
+                        }
+                    }
+                    Op::Retain(residue) => {
+                        table.retain(|state| state[0] % 4 != residue);
+                        model.retain(|_, state| *state % 4 != residue);
+                    }
+                }
+                prop_assert_eq!(table.len(), model.len());
+                let entries: Vec<_> = (0..table.slots())
+                    .filter_map(|slot| Some((table.fingerprint(slot)?, table.state(slot)[0])))
+                    .collect();
+                let expected: Vec<_> = model.iter().map(|(&f, &s)| (f, s)).collect();
+                prop_assert_eq!(entries, expected, "sorted, and nothing lost");
+                for &fingerprint in model.keys() {
+                    prop_assert!(table.find(fingerprint).is_ok());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn memory_follows_the_number_of_entries() {
+        let mut table = Table::new(2);
+        let scattered = |n: u128| n.wrapping_mul(0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835) | 1;
+        for n in 1..=100_000 {
+            table.insert(scattered(n));
+            let bytes = table.words.len() * 8;
+            assert!(n < 1_000 || bytes < 50 * n as usize, "{bytes} bytes for {n} entries");
+        }
+        table.retain(|_| false);
+        assert_eq!((table.len(), table.slots()), (0, 0));
+    }
+}

@@ -1,0 +1,126 @@
+//! Where state lives, and the shape of what is asked of it.
+//!
+//! A store gets the charges of one request and decides them together: all are made or none.
+
+pub(crate) mod local;
+
+use crate::{
+    algorithm::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow},
+    decision::Allotment,
+    policy::quota::{Quota, QuotaError},
+};
+use smallvec::SmallVec;
+use std::time::Duration;
+
+pub use local::LocalStore;
+
+/// An algorithm with its quota: all that a store needs to know of a policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rule {
+    Meter(Meter),
+    FixedWindow(FixedWindow),
+    SlidingWindow(SlidingWindow),
+    SlidingLog(SlidingLog),
+}
+
+/// Which algorithm, before it is given a quota.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    TokenBucket,
+    /// With how long a request may be held back; zero polices.
+    LeakyBucket(Duration),
+    FixedWindow(Anchor),
+    SlidingWindow,
+    SlidingLog,
+}
+
+/// One who is counted, as far as a store may know: no more than a fingerprint of the key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Identity {
+    /// Which of the stack's key spaces the key is of.
+    pub(crate) space: usize,
+    pub(crate) fingerprint: u128,
+}
+
+/// What one policy is to charge one request. Small, for there may be several in each request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Charge {
+    pub(crate) cost: u64,
+    /// The index of the policy in its stack.
+    pub(crate) policy: u32,
+    /// The index of the identity among those of the request.
+    pub(crate) identity: u32,
+    /// The rule to hold the request against, counted from 1 among the bill's own; 0 is the policy's.
+    pub(crate) rule: u32,
+}
+
+/// All that one request is to be charged. Identities are in ascending order of their spaces, with
+/// at most one of each, and charges in the order of their identities.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Bill {
+    pub(crate) identities: SmallVec<[Identity; 2]>,
+    pub(crate) charges: SmallVec<[Charge; 3]>,
+    /// Rules of quotas that were looked up for this request.
+    pub(crate) rules: Vec<Rule>,
+    /// What has to wait for its turn; a store adds it when it admits the request.
+    pub(crate) queued: Vec<Queued>,
+}
+
+/// Where a request that was admitted stands in the queue of a shaping bucket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Queued {
+    /// The index of the charge that has to wait.
+    pub(crate) charge: usize,
+    /// How long it has to wait for its turn.
+    pub(crate) delay_us: u64,
+    /// How much sooner those behind it have their turn if it gives up its own.
+    pub(crate) length_us: u64,
+}
+
+/// Whether a decision takes what it grants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    Charge,
+    Peek,
+}
+
+impl Charge {
+    pub(crate) const fn policy(&self) -> usize {
+        self.policy as usize
+    }
+
+    pub(crate) const fn identity(&self) -> usize {
+        self.identity as usize
+    }
+
+    /// The rule among the bill's own, if it is one of those.
+    pub(crate) fn rule<'a>(&self, rules: &'a [Rule]) -> Option<&'a Rule> {
+        (self.rule > 0).then(|| &rules[self.rule as usize - 1])
+    }
+}
+
+impl Rule {
+    pub(crate) fn new(kind: Kind, quota: &Quota) -> Result<Self, QuotaError> {
+        Ok(match kind {
+            Kind::TokenBucket => Self::Meter(Meter::new(quota)?),
+            Kind::LeakyBucket(max_delay) => {
+                let max_delay_us = u64::try_from(max_delay.as_micros());
+                let max_delay_us = max_delay_us.map_err(|_| QuotaError::TooLong)?;
+                Self::Meter(Meter::shaping(quota, max_delay_us)?)
+            }
+            Kind::FixedWindow(anchor) => Self::FixedWindow(FixedWindow::new(quota, anchor)?),
+            Kind::SlidingWindow => Self::SlidingWindow(SlidingWindow::new(quota)?),
+            Kind::SlidingLog => Self::SlidingLog(SlidingLog::new(quota)?),
+        })
+    }
+
+    pub(crate) fn allotment(&self) -> Allotment {
+        let (limit, window_us) = match self {
+            Self::Meter(meter) => meter.allotment(),
+            Self::FixedWindow(window) => window.allotment(),
+            Self::SlidingWindow(window) => window.allotment(),
+            Self::SlidingLog(log) => log.allotment(),
+        };
+        Allotment { limit, window_us }
+    }
+}
