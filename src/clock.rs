@@ -151,6 +151,7 @@ impl SystemClock {
     }
 }
 
+#[expect(clippy::disallowed_methods, reason = "this is the one caller")]
 fn wall_us() -> u64 {
     // A clock before 1970 is no clock to count by; it stands still at 0 until it is set.
     let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();

@@ -1,16 +1,118 @@
+//! A Tower middleware that limits who may call a service and how fast.
+//!
+//! A [`RateLimitLayer`] wraps any tower service, an axum router, a tonic server, a hyper stack or
+//! one that is not HTTP at all, with a stack of [policies](Policy). Each policy counts its
+//! [keys](key) by one of five algorithms; a request is charged to all policies that apply to it or,
+//! if one of them rejects it, to none.
+//!
+//! # Quick start
+//!
+//! ```
+//! use axum::{Router, routing::get};
+//! use tollgate::{Policy, Quota, RateLimitLayer, key::PeerIp};
+//!
+//! # fn app() -> Result<Router, tollgate::BuildError> {
+//! let limits = RateLimitLayer::builder()
+//!     .key(PeerIp::new())
+//!     .policy(Policy::token_bucket("burst", Quota::per_second(10).burst(50)))
+//!     .policy(Policy::fixed_window("daily", Quota::per_calendar_day(10_000)))
+//!     .build()?;
+//!
+//! let app = Router::new().route("/", get(|| async { "hello" })).layer(limits);
+//! // Serve it with its peers' addresses:
+//! // axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>())
+//! # Ok(app)
+//! # }
+//! # app().unwrap();
+//! ```
+//!
+//! A request over the limit is answered with 429, or for gRPC with status 8, and told when to come
+//! back:
+//!
+//! ```text
+//! HTTP/1.1 429 Too Many Requests
+//! content-type: application/problem+json
+//! cache-control: no-store
+//! ratelimit-policy: "burst";q=50;w=5, "daily";q=10000;w=86400
+//! ratelimit: "burst";r=0;t=1
+//! retry-after: 1
+//! ```
+//!
+//! # Promises
+//!
+//! Each is a test by that name.
+//!
+//! 1. **All or nothing.** A rejected request consumes nothing from any policy, whichever policy
+//!    rejected it, in any order.
+//! 2. **Exact.** Limits are integer arithmetic, and no window of any length admits more than the
+//!    algorithm's own bound, which [`Policy`] states.
+//! 3. **One clock.** A decision reads the time once, and every header comes from that decision. A
+//!    reset time that did not change is printed the same twice.
+//! 4. **Honest waits.** A lone client that waits `Retry-After` seconds is admitted. `Retry-After` is
+//!    never 0 and never early.
+//! 5. **Bounded memory.** Local state never exceeds its cap. What it forgets first is what equals a
+//!    key never seen.
+//! 6. **Keys don't collide and don't leak.** Key encoding is injective; the store sees a keyed hash.
+//! 7. **A rejection is a response.** The error type of an HTTP service stays what it was, so
+//!    `Infallible` stays `Infallible`.
+//! 8. **Shared by clone.** Every clone of a layer, and every service made from it, shares one
+//!    budget. Two layers are two budgets.
+//!
+//! And no request costs the service its life: a panic in a function that a policy was given turns
+//! that one request away, with a clear answer, and leaves nothing locked or half charged.
+//!
+//! # Differences from tower's own limits
+//!
+//! tower's `RateLimit` has one budget for all callers, is not `Clone`, and waits in `poll_ready`.
+//! tollgate counts by key, shares its state between clones, and sheds: it is always as ready as the
+//! inner service, and a request over the limit is answered at once. Only a
+//! [leaky bucket with a maximum delay](Policy::max_delay) holds requests back.
+//!
+//! # Features
+//!
+//! | feature | default | adds |
+//! |---|---|---|
+//! | `axum` | yes | peer addresses and matched routes of axum |
+//! | `tonic` | | peer addresses of tonic, limits around a single gRPC service, an interceptor |
+//! | `test-util` | | `ManualClock` |
+//!
+//! # Map of the code
+//!
+//! `layer` and [`RateLimit`] (`service`, `future`, `body`) are the way in for requests; `limiter`
+//! runs the stack and knows no HTTP; `policy` has quotas, policies and the checked stack;
+//! `algorithm` is pure integer functions; `store` keeps state; [`key`] finds keys; [`reply`] turns
+//! decisions into headers and responses; `clock` alone asks the system for the time.
+
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 mod algorithm;
+mod body;
 mod clock;
 mod decision;
+mod future;
+#[cfg(feature = "tonic")]
+mod interceptor;
 pub mod key;
+mod layer;
 mod limiter;
 mod policy;
+pub mod reply;
+mod service;
 mod store;
 mod turn;
 
+pub use body::ResponseBody;
 pub use clock::Clock;
 #[cfg(any(test, feature = "test-util"))]
+#[cfg_attr(docsrs, doc(cfg(feature = "test-util")))]
 pub use clock::ManualClock;
 pub use decision::{Decision, Outcome, Reason, Rejection};
+pub use future::{CallFuture, ResponseFuture};
+#[cfg(feature = "tonic")]
+#[cfg_attr(docsrs, doc(cfg(feature = "tonic")))]
+pub use interceptor::RateLimitInterceptor;
+pub use layer::{Calls, Http, Protocol, RateLimitLayer, RateLimitLayerBuilder};
 pub use limiter::{Limiter, LimiterBuilder};
 pub use policy::{Period, Policy, Quota, QuotaError, stack::BuildError};
+pub use service::{CallError, RateLimit};
 pub use store::LocalStore;

@@ -43,13 +43,10 @@ impl From<GrpcCode> for Code {
 pub(super) fn content_type(request: &HeaderMap) -> Option<HeaderValue> {
     let asked = request.get(CONTENT_TYPE)?;
     let is = |media: &str| {
-        asked
-            .as_bytes()
-            .split_at_checked(media.len())
-            .is_some_and(|(start, rest)| {
-                start.eq_ignore_ascii_case(media.as_bytes())
-                    && matches!(rest.first(), None | Some(b'+' | b';'))
-            })
+        asked.as_bytes().split_at_checked(media.len()).is_some_and(|(start, rest)| {
+            start.eq_ignore_ascii_case(media.as_bytes())
+                && matches!(rest.first(), None | Some(b'+' | b';'))
+        })
     };
     if is("application/grpc") {
         Some(HeaderValue::from_static("application/grpc"))
@@ -89,11 +86,9 @@ fn percent_encoded(message: &str) -> HeaderValue {
     for byte in message.bytes() {
         match byte {
             b' '..=b'$' | b'&'..=b'~' => text.push_bytes(&[byte]),
-            _ => text.push_bytes(&[
-                b'%',
-                HEX[usize::from(byte >> 4)],
-                HEX[usize::from(byte & 0xf)],
-            ]),
+            _ => {
+                text.push_bytes(&[b'%', HEX[usize::from(byte >> 4)], HEX[usize::from(byte & 0xf)]])
+            }
         }
     }
     text.value()
@@ -178,11 +173,7 @@ mod tests {
             "application/grpc;charset=utf-8",
             "Application/GRPC+json",
         ] {
-            assert_eq!(
-                answered_as(asked).as_deref(),
-                Some("application/grpc"),
-                "{asked}"
-            );
+            assert_eq!(answered_as(asked).as_deref(), Some("application/grpc"), "{asked}");
         }
         for asked in [
             "application/grpc-web",

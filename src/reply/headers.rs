@@ -88,13 +88,8 @@ const X_RATELIMIT_RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset
 
 /// The fields that speak about limits. They belong together: all of one response's come from one
 /// decision.
-pub(super) const FIELDS: [HeaderName; 5] = [
-    RATELIMIT_POLICY,
-    RATELIMIT,
-    X_RATELIMIT_LIMIT,
-    X_RATELIMIT_REMAINING,
-    X_RATELIMIT_RESET,
-];
+pub(super) const FIELDS: [HeaderName; 5] =
+    [RATELIMIT_POLICY, RATELIMIT, X_RATELIMIT_LIMIT, X_RATELIMIT_REMAINING, X_RATELIMIT_RESET];
 
 /// Integers of structured fields have at most 15 digits.
 const MAX_INTEGER: u64 = 999_999_999_999_999;
@@ -105,51 +100,34 @@ impl Headers {
     /// No fields at all, to start from.
     #[must_use]
     pub const fn none() -> Self {
-        Self {
-            standard: None,
-            legacy: None,
-            retry_after: false,
-            on_admitted: true,
-        }
+        Self { standard: None, legacy: None, retry_after: false, on_admitted: true }
     }
 
     /// Sends `RateLimit-Policy` and `RateLimit` as the given draft says, or with `None` not at all.
     /// The default is [`Dialect::Draft11`].
     #[must_use]
     pub fn standard(self, dialect: impl Into<Option<Dialect>>) -> Self {
-        Self {
-            standard: dialect.into(),
-            ..self
-        }
+        Self { standard: dialect.into(), ..self }
     }
 
     /// Sends `X-RateLimit-Limit`, `X-RateLimit-Remaining` and `X-RateLimit-Reset`, the latter in
     /// the given form, or with `None` not at all. The default is not to.
     #[must_use]
     pub fn legacy(self, reset: impl Into<Option<LegacyReset>>) -> Self {
-        Self {
-            legacy: reset.into(),
-            ..self
-        }
+        Self { legacy: reset.into(), ..self }
     }
 
     /// Whether rejections carry `Retry-After`. The default is `true`.
     #[must_use]
     pub const fn retry_after(self, retry_after: bool) -> Self {
-        Self {
-            retry_after,
-            ..self
-        }
+        Self { retry_after, ..self }
     }
 
     /// Whether the responses to admitted requests carry any of these fields, or only rejections do.
     /// The default is `true`.
     #[must_use]
     pub const fn on_admitted(self, on_admitted: bool) -> Self {
-        Self {
-            on_admitted,
-            ..self
-        }
+        Self { on_admitted, ..self }
     }
 
     /// Whether an admitted request's response has anything to tell.
@@ -173,10 +151,7 @@ impl Headers {
         match self.standard {
             Some(Dialect::Draft11) => {
                 let own_policies = annotation.policies.take();
-                put(
-                    RATELIMIT_POLICY,
-                    own_policies.unwrap_or_else(|| policies.clone()),
-                );
+                put(RATELIMIT_POLICY, own_policies.unwrap_or_else(|| policies.clone()));
                 put(RATELIMIT, annotation.draft_11());
             }
             None => {}

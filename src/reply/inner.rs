@@ -23,10 +23,7 @@ pub(super) struct Left {
 
 impl Left {
     pub(super) const fn new(remaining: u64, reset_s: u64) -> Self {
-        Self {
-            remaining,
-            reset_s: Reverse(reset_s),
-        }
+        Self { remaining, reset_s: Reverse(reset_s) }
     }
 
     /// A reset that is not told, or in a unit that is not told, counts as the latest: then only
@@ -81,9 +78,7 @@ fn item(item: &str) -> Option<Left> {
         }
     }
     let remaining = remaining?;
-    Some(reset_s.map_or(Left::without_reset(remaining), |reset_s| {
-        Left::new(remaining, reset_s)
-    }))
+    Some(reset_s.map_or(Left::without_reset(remaining), |reset_s| Left::new(remaining, reset_s)))
 }
 
 fn integer(value: &HeaderValue) -> Option<u64> {
@@ -121,10 +116,7 @@ mod tests {
             let said = said_by(200, &[("ratelimit", line)]);
             assert_eq!(said, Said::Left(Left::new(remaining, reset_s)), "{line}");
         }
-        let lines = [
-            ("ratelimit", r#""a";r=5;t=1"#),
-            ("ratelimit", r#""b";r=4;t=1"#),
-        ];
+        let lines = [("ratelimit", r#""a";r=5;t=1"#), ("ratelimit", r#""b";r=4;t=1"#)];
         assert_eq!(said_by(200, &lines), Said::Left(Left::new(4, 1)));
     }
 

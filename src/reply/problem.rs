@@ -11,10 +11,7 @@ pub(super) fn response(refusal: &Refusal<'_>) -> Response<Bytes> {
     let mut response = Response::new(Bytes::from(body(refusal)));
     *response.status_mut() = refusal.status;
     let headers = response.headers_mut();
-    headers.insert(
-        CONTENT_TYPE,
-        HeaderValue::from_static("application/problem+json"),
-    );
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     response
 }
@@ -23,10 +20,7 @@ fn body(refusal: &Refusal<'_>) -> String {
     let status = refusal.status;
     let is_quota = status == StatusCode::TOO_MANY_REQUESTS;
     let (kind, title) = if is_quota {
-        (
-            "https://iana.org/assignments/http-problem-types#quota-exceeded",
-            "Quota Exceeded",
-        )
+        ("https://iana.org/assignments/http-problem-types#quota-exceeded", "Quota Exceeded")
     } else {
         // The status says it all, and so the title has to be its own.
         ("about:blank", status.canonical_reason().unwrap_or_default())

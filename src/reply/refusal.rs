@@ -42,11 +42,9 @@ impl<'a> Refusal<'a> {
                     "The request costs more than {names} can ever admit at once. Ask for less."
                 ),
             ),
-            Reason::NoKey { error, .. } if error.kind() == KeyErrorKind::Missing => (
-                StatusCode::BAD_REQUEST,
-                Code::InvalidArgument,
-                error.to_string(),
-            ),
+            Reason::NoKey { error, .. } if error.kind() == KeyErrorKind::Missing => {
+                (StatusCode::BAD_REQUEST, Code::InvalidArgument, error.to_string())
+            }
             // What is wrong with the server is for its operator to know.
             Reason::NoKey { .. } | Reason::Faulty { .. } => (
                 StatusCode::INTERNAL_SERVER_ERROR,
@@ -54,13 +52,7 @@ impl<'a> Refusal<'a> {
                 format!("The server could not apply {names} to the request."),
             ),
         };
-        Self {
-            status,
-            code,
-            detail,
-            wait_us,
-            rejection,
-        }
+        Self { status, code, detail, wait_us, rejection }
     }
 }
 

@@ -68,10 +68,9 @@ impl Responder {
             }
             Said::Left(_) | Said::Final => return,
         }
-        self.headers
-            .write(&mut annotation, &self.policies_value, |name, value| {
-                headers.insert(name, value);
-            });
+        self.headers.write(&mut annotation, &self.policies_value, |name, value| {
+            headers.insert(name, value);
+        });
     }
 
     /// The answer to a request with these headers that is turned away.
@@ -95,10 +94,9 @@ impl Responder {
             policies: self.own_policies(&rejection.outcomes),
             ..Annotation::new(tightest, rejection.time_us)
         };
-        self.headers
-            .write(&mut annotation, &self.policies_value, |name, value| {
-                headers.entry(name).or_insert(value);
-            });
+        self.headers.write(&mut annotation, &self.policies_value, |name, value| {
+            headers.entry(name).or_insert(value);
+        });
     }
 
     /// The value of `RateLimit-Policy` for a request that did not meet all policies with their own
@@ -140,44 +138,23 @@ mod tests {
     const YEARS: u64 = 100 * 365 * 86_400 * SECOND;
 
     fn allotment(limit: u64, window_s: u64) -> Allotment {
-        Allotment {
-            limit,
-            window_us: window_s * SECOND,
-        }
+        Allotment { limit, window_us: window_s * SECOND }
     }
 
     fn admitted(policy: &'static str, quota: Allotment, remaining: u64, reset_us: u64) -> Outcome {
-        Outcome {
-            policy,
-            quota,
-            remaining,
-            cost: 1,
-            reset_us,
-            verdict: Verdict::Admitted,
-        }
+        Outcome { policy, quota, remaining, cost: 1, reset_us, verdict: Verdict::Admitted }
     }
 
     fn waiting(policy: &'static str, quota: Allotment, wait_us: u64) -> Outcome {
-        Outcome {
-            verdict: Verdict::Wait(wait_us),
-            ..admitted(policy, quota, 0, wait_us)
-        }
+        Outcome { verdict: Verdict::Wait(wait_us), ..admitted(policy, quota, 0, wait_us) }
     }
 
     fn decision(outcomes: impl IntoIterator<Item = Outcome>) -> Decision {
-        Decision {
-            time_us: 0,
-            delay_us: 0,
-            outcomes: outcomes.into_iter().collect(),
-        }
+        Decision { time_us: 0, delay_us: 0, outcomes: outcomes.into_iter().collect() }
     }
 
     fn rejection(reason: Reason, outcomes: impl IntoIterator<Item = Outcome>) -> Rejection {
-        Rejection {
-            reason,
-            time_us: 0,
-            outcomes: outcomes.into_iter().collect(),
-        }
+        Rejection { reason, time_us: 0, outcomes: outcomes.into_iter().collect() }
     }
 
     fn both() -> Headers {
@@ -186,9 +163,7 @@ mod tests {
 
     /// A responder for exactly the policies that `outcomes` come from.
     fn responder(headers: Headers, outcomes: &[Outcome]) -> Responder {
-        let policies = outcomes
-            .iter()
-            .map(|outcome| (outcome.policy, outcome.quota));
+        let policies = outcomes.iter().map(|outcome| (outcome.policy, outcome.quota));
         Responder::new(headers, GrpcCode::default(), policies)
     }
 
@@ -280,10 +255,7 @@ mod tests {
         // FW 2/60s, the third request two seconds in.
         let response = reject(
             both(),
-            &rejection(
-                Reason::Limited,
-                [waiting("a", allotment(2, 60), 58 * SECOND)],
-            ),
+            &rejection(Reason::Limited, [waiting("a", allotment(2, 60), 58 * SECOND)]),
         );
         let headers = response.headers();
         assert_eq!(headers["ratelimit"], r#""a";r=0;t=58"#);
@@ -302,13 +274,9 @@ mod tests {
     #[test]
     fn br_10_a_wait_below_a_second_is_one_second() {
         // TB cap 1, 5 tokens/s, the second request after 1 ms; and the waits around it.
-        for (wait_us, told) in [
-            (199_000, "1"),
-            (0, "1"),
-            (1, "1"),
-            (SECOND, "1"),
-            (SECOND + 1, "2"),
-        ] {
+        for (wait_us, told) in
+            [(199_000, "1"), (0, "1"), (1, "1"), (SECOND, "1"), (SECOND + 1, "2")]
+        {
             let outcome = waiting("a", allotment(1, 0), wait_us);
             let response = reject(both(), &rejection(Reason::Limited, [outcome]));
             assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
@@ -324,10 +292,7 @@ mod tests {
             (SECOND, r#""a";q=1;w=1"#),
             (SECOND + 1, r#""a";q=1;w=2"#),
         ] {
-            let quota = Allotment {
-                limit: 1,
-                window_us,
-            };
+            let quota = Allotment { limit: 1, window_us };
             let fields = fields_of(both(), &decision([admitted("a", quota, 0, window_us)]));
             assert_eq!(fields["ratelimit-policy"], listed);
         }
@@ -337,9 +302,7 @@ mod tests {
     fn br_29_a_reset_that_did_not_change_is_printed_the_same() {
         // 2027-02-28T23:59:59Z, one second before the month ends.
         let (before_us, end_s) = (1_803_859_199 * SECOND, "1803859200");
-        let headers = Headers::none()
-            .legacy(LegacyReset::EpochSeconds)
-            .retry_after(true);
+        let headers = Headers::none().legacy(LegacyReset::EpochSeconds).retry_after(true);
         for into_the_second in [0, 1, 400_000, 999_999] {
             let left_us = SECOND - into_the_second;
             let rejection = Rejection {
@@ -354,11 +317,7 @@ mod tests {
 
     #[test]
     fn the_list_of_policies_tells_the_quotas_that_the_request_met() {
-        let own = [
-            ("a", allotment(10, 60)),
-            ("b", allotment(20, 60)),
-            ("c", allotment(30, 60)),
-        ];
+        let own = [("a", allotment(10, 60)), ("b", allotment(20, 60)), ("c", allotment(30, 60))];
         let responder = Responder::new(Headers::default(), GrpcCode::default(), own);
         let listed = |outcomes: &[Outcome]| {
             let decision = decision(outcomes.iter().copied());
@@ -374,10 +333,7 @@ mod tests {
             listed(&[a, c]).as_bytes().as_ptr(),
             responder.policies_value.as_bytes().as_ptr()
         );
-        let c = Outcome {
-            quota: allotment(300, 3_600),
-            ..c
-        };
+        let c = Outcome { quota: allotment(300, 3_600), ..c };
         let this_time = r#""a";q=10;w=60, "b";q=20;w=60, "c";q=300;w=3600"#;
         assert_eq!(listed(&[a, c]), this_time);
     }
@@ -385,10 +341,7 @@ mod tests {
     #[test]
     fn each_value_takes_one_allocation() {
         let a = admitted("a", allotment(10, 60), 5, SECOND);
-        let other = Outcome {
-            quota: allotment(20, 60),
-            ..a
-        };
+        let other = Outcome { quota: allotment(20, 60), ..a };
         for (configured, outcome, values) in [
             (Headers::default(), a, 1),
             (Headers::default(), other, 2),
@@ -423,10 +376,7 @@ mod tests {
         assert_eq!(headers["x-ratelimit-remaining"], "0");
         assert_eq!(lines(&headers), inside);
 
-        let second = rejection(
-            Reason::Limited,
-            [waiting("inner", inner_policy, 60 * SECOND)],
-        );
+        let second = rejection(Reason::Limited, [waiting("inner", inner_policy, 60 * SECOND)]);
         let (mut head, _) = reject(both(), &second).into_parts();
         let inside = lines(&head.headers);
         annotate(&around, &outer, head.status, &mut head.headers);
@@ -466,10 +416,7 @@ mod tests {
             ..admitted("inner", allotment(3, 2), 3, 0)
         };
         for rejection in [
-            rejection(
-                Reason::Limited,
-                [waiting("inner", allotment(1, 60), SECOND)],
-            ),
+            rejection(Reason::Limited, [waiting("inner", allotment(1, 60), SECOND)]),
             rejection(Reason::TooCostly, [costly]),
         ] {
             for (headers, request) in [
@@ -509,20 +456,13 @@ mod tests {
 
     #[test]
     fn a_rejection_of_ones_own_making_gets_the_fields_that_it_lacks() {
-        let rejection = rejection(
-            Reason::Limited,
-            [waiting("a", allotment(2, 60), 58 * SECOND)],
-        );
+        let rejection = rejection(Reason::Limited, [waiting("a", allotment(2, 60), 58 * SECOND)]);
         let mut headers = HeaderMap::new();
         headers.insert(RETRY_AFTER, HeaderValue::from_static("90"));
         responder(Headers::default(), &rejection.outcomes).complete(&rejection, &mut headers);
         assert_eq!(
             lines(&headers),
-            [
-                r#"ratelimit-policy: "a";q=2;w=60"#,
-                r#"ratelimit: "a";r=0;t=58"#,
-                "retry-after: 90",
-            ]
+            [r#"ratelimit-policy: "a";q=2;w=60"#, r#"ratelimit: "a";r=0;t=58"#, "retry-after: 90",]
         );
     }
 
@@ -559,11 +499,8 @@ mod tests {
 
     #[test]
     fn br_16_no_wait_is_promised_to_a_request_that_can_never_fit() {
-        let costly = Outcome {
-            verdict: Verdict::Never,
-            cost: 4,
-            ..admitted("bulk", allotment(3, 2), 3, 0)
-        };
+        let costly =
+            Outcome { verdict: Verdict::Never, cost: 4, ..admitted("bulk", allotment(3, 2), 3, 0) };
         let rejection = rejection(Reason::TooCostly, [costly]);
         let response = reject(Headers::default(), &rejection);
         assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
@@ -583,10 +520,7 @@ mod tests {
     #[test]
     fn br_06_a_missing_key_is_the_clients_business_and_a_missing_setup_is_not() {
         let no_key = |error| {
-            let reason = Reason::NoKey {
-                policy: "per-key",
-                error,
-            };
+            let reason = Reason::NoKey { policy: "per-key", error };
             rejection(reason, [])
         };
         let missing = no_key(KeyError::missing("send an \"X-Api-Key\" header"));
@@ -597,21 +531,9 @@ mod tests {
         };
         let hidden = "The server could not apply `per-key` to the request.";
         for (rejection, status, title, code, detail) in [
-            (
-                missing,
-                400,
-                "Bad Request",
-                "3",
-                "send an \"X-Api-Key\" header",
-            ),
+            (missing, 400, "Bad Request", "3", "send an \"X-Api-Key\" header"),
             (secret, 500, "Internal Server Error", "13", hidden),
-            (
-                rejection(faulty, []),
-                500,
-                "Internal Server Error",
-                "13",
-                hidden,
-            ),
+            (rejection(faulty, []), 500, "Internal Server Error", "13", hidden),
         ] {
             let response = reject(both(), &rejection);
             assert_eq!(response.status(), status);
@@ -626,10 +548,7 @@ mod tests {
             );
             assert_eq!(
                 lines(response.headers()),
-                [
-                    "cache-control: no-store",
-                    "content-type: application/problem+json",
-                ]
+                ["cache-control: no-store", "content-type: application/problem+json",]
             );
 
             let response = responder(both(), &[]).reject(&rejection, &call("application/grpc"));
@@ -644,10 +563,7 @@ mod tests {
         let outcome = waiting("calls", allotment(1, 60), 59_000_001);
         let rejection = rejection(Reason::Limited, [outcome]);
         let policies = [(outcome.policy, outcome.quota)];
-        for (limited, code) in [
-            (GrpcCode::ResourceExhausted, "8"),
-            (GrpcCode::Unavailable, "14"),
-        ] {
+        for (limited, code) in [(GrpcCode::ResourceExhausted, "8"), (GrpcCode::Unavailable, "14")] {
             let responder = Responder::new(Headers::default(), limited, policies);
             let response = responder.reject(&rejection, &call("application/grpc+proto"));
             assert_eq!(response.status(), StatusCode::OK);

@@ -17,11 +17,7 @@ const STACK: usize = 128;
 impl Text {
     #[inline]
     pub(super) const fn new() -> Self {
-        Self {
-            stack: [0; STACK],
-            heap: Vec::new(),
-            len: 0,
-        }
+        Self { stack: [0; STACK], heap: Vec::new(), len: 0 }
     }
 
     /// A whole value that is one number.

@@ -1,0 +1,365 @@
+//! The layer: a limiter and how it answers, shared by every service made from it.
+
+use crate::{
+    Clock, LocalStore,
+    decision::Rejection,
+    key::KeyExtractor,
+    limiter::{Limiter, LimiterBuilder},
+    policy::{Policy, stack::BuildError},
+    reply::{GrpcCode, Headers, Responder},
+    service::RateLimit,
+};
+use bytes::Bytes;
+use http::{HeaderMap, Method, Response, header, request::Parts};
+use std::{
+    fmt,
+    marker::PhantomData,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+};
+use tower_layer::Layer;
+
+/// Applies a stack of policies to a service.
+///
+/// For HTTP and gRPC services the type has no parameters: it can be a field of a struct and the
+/// return type of a function. A request that is turned away is answered with a response, so the
+/// service's error type stays what it was.
+///
+/// ```
+/// use tollgate::{BuildError, Policy, Quota, RateLimitLayer, key::PeerIp};
+///
+/// fn limits() -> Result<RateLimitLayer, BuildError> {
+///     RateLimitLayer::builder()
+///         .key(PeerIp::new())
+///         .policy(Policy::token_bucket("burst", Quota::per_second(10).burst(50)))
+///         .policy(Policy::fixed_window("daily", Quota::per_calendar_day(10_000)))
+///         .build()
+/// }
+/// # limits().unwrap();
+/// ```
+///
+/// Any other service is wrapped by [`RateLimitLayer::calls`], with a limiter of its request type;
+/// there a rejection is an error.
+///
+/// Every clone of a layer, and every service made from it, shares one budget. Two layers are two
+/// budgets.
+///
+/// # Optional layers
+///
+/// A limited service has a response body type of its own, and with
+/// [`option_layer`](https://docs.rs/tower/latest/tower/util/fn.option_layer.html) both ways have to
+/// end in the same one. In axum, map the response back:
+///
+/// ```
+/// use axum::{Router, response::IntoResponse};
+/// use tower::{ServiceBuilder, util::option_layer};
+/// # use tollgate::RateLimitLayer;
+///
+/// # fn app(limits: Option<RateLimitLayer>) -> Router {
+/// let same_body =
+///     |limits| ServiceBuilder::new().map_response(IntoResponse::into_response).layer(limits);
+/// let app = Router::new().layer(option_layer(limits.map(same_body)));
+/// # app
+/// # }
+/// ```
+pub struct RateLimitLayer<P: Protocol = Http> {
+    pub(crate) shared: Arc<P::Shared>,
+}
+
+/// What kind of service a [`RateLimitLayer`] is for: [`Http`] or [`Calls`].
+pub trait Protocol: sealed::Protocol {}
+
+/// HTTP and gRPC services: requests are [`http::Request`]s, rejections are responses.
+#[derive(Clone, Copy, Debug)]
+pub struct Http;
+
+/// Any other service whose requests are `Req`: rejections are [`CallError`](crate::CallError)s.
+pub struct Calls<Req>(PhantomData<fn(Req)>);
+
+mod sealed {
+    #[expect(unnameable_types, reason = "nobody else may implement or call it")]
+    pub trait Protocol {
+        /// What all services of a layer share.
+        type Shared;
+    }
+}
+
+impl Protocol for Http {}
+impl sealed::Protocol for Http {
+    type Shared = HttpLimits;
+}
+
+impl<Req> Protocol for Calls<Req> {}
+impl<Req> sealed::Protocol for Calls<Req> {
+    type Shared = Limiter<Req>;
+}
+
+/// A limiter, and how it answers HTTP requests.
+#[expect(unnameable_types, reason = "an associated type of a sealed trait")]
+pub struct HttpLimits {
+    pub(crate) limiter: Limiter<Parts>,
+    pub(crate) options: Options,
+    pub(crate) responder: Responder,
+}
+
+/// What to do with HTTP requests besides limiting them.
+pub(crate) struct Options {
+    headers: Headers,
+    grpc_code: GrpcCode,
+    on_rejection: Option<OnRejection>,
+    skip_preflight: bool,
+    pub(crate) expose_decision: bool,
+}
+
+type OnRejection = Box<dyn Fn(&Rejection, &Parts) -> Response<Bytes> + Send + Sync>;
+
+// === impl RateLimitLayer ===
+
+impl RateLimitLayer {
+    /// Starts a new layer for HTTP and gRPC services.
+    #[must_use]
+    pub fn builder() -> RateLimitLayerBuilder {
+        RateLimitLayerBuilder {
+            limiter: Limiter::builder(),
+            options: Options {
+                headers: Headers::default(),
+                grpc_code: GrpcCode::default(),
+                on_rejection: None,
+                skip_preflight: false,
+                expose_decision: true,
+            },
+        }
+    }
+
+    /// The limiter at work, to peek, refund and reset.
+    #[must_use]
+    pub fn limiter(&self) -> &Limiter<Parts> {
+        &self.shared.limiter
+    }
+
+    /// The same limits as a tonic interceptor, for a single gRPC service. It shares the layer's
+    /// budget. Interceptors cannot add headers to the responses of admitted requests.
+    ///
+    /// # Errors
+    ///
+    /// [`BuildError::CannotWait`] if a policy holds requests back: interceptors cannot wait.
+    #[cfg(feature = "tonic")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "tonic")))]
+    pub fn interceptor(&self) -> Result<crate::RateLimitInterceptor, BuildError> {
+        crate::RateLimitInterceptor::new(self.shared.clone())
+    }
+}
+
+impl<Req> RateLimitLayer<Calls<Req>> {
+    /// A layer for services that are not HTTP: a job queue, a client, a protocol of one's own. A
+    /// request that is turned away is a [`CallError::Rejected`](crate::CallError::Rejected).
+    ///
+    /// ```
+    /// use tollgate::{Limiter, Policy, Quota, RateLimitLayer, key::Key};
+    ///
+    /// struct Job {
+    ///     tenant: String,
+    /// }
+    ///
+    /// let limiter = Limiter::<Job>::builder()
+    ///     .key(|job: &Job| Key::from(&job.tenant))
+    ///     .policy(Policy::token_bucket("jobs", Quota::per_second(5)))
+    ///     .build()?;
+    /// let layer = RateLimitLayer::calls(limiter);
+    /// # let _ = layer;
+    /// # Ok::<(), tollgate::BuildError>(())
+    /// ```
+    #[must_use]
+    pub fn calls(limiter: Limiter<Req>) -> Self {
+        Self { shared: Arc::new(limiter) }
+    }
+}
+
+impl<P: Protocol> Clone for RateLimitLayer<P> {
+    fn clone(&self) -> Self {
+        Self { shared: self.shared.clone() }
+    }
+}
+
+impl<S, P: Protocol> Layer<S> for RateLimitLayer<P> {
+    type Service = RateLimit<S, P>;
+
+    fn layer(&self, inner: S) -> RateLimit<S, P> {
+        RateLimit::new(inner, self)
+    }
+}
+
+impl<P: Protocol> fmt::Debug for RateLimitLayer<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RateLimitLayer").finish_non_exhaustive()
+    }
+}
+
+impl<Req> fmt::Debug for Calls<Req> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Calls")
+    }
+}
+
+// === impl HttpLimits ===
+
+impl HttpLimits {
+    /// Whether a request is let through without being counted.
+    pub(crate) fn skips(&self, parts: &Parts) -> bool {
+        self.options.skip_preflight && is_preflight(&parts.method, &parts.headers)
+    }
+
+    /// The answer to a request that is turned away. The rejection goes along in its extensions, for
+    /// layers outside this one.
+    pub(crate) fn reject(&self, rejection: Rejection, parts: &Parts) -> Response<Bytes> {
+        let own = self.options.on_rejection.as_ref().and_then(|on_rejection| {
+            // Without an answer of its own the request still gets one.
+            catch_unwind(AssertUnwindSafe(|| on_rejection(&rejection, parts))).ok()
+        });
+        let mut response = match own {
+            Some(mut response) => {
+                self.responder.complete(&rejection, response.headers_mut());
+                response
+            }
+            None => self.responder.reject(&rejection, &parts.headers),
+        };
+        response.extensions_mut().insert(rejection);
+        response
+    }
+}
+
+/// Whether a request is a CORS preflight: an OPTIONS request with the two headers that make it one
+/// (Fetch standard, section 3.3.2).
+fn is_preflight(method: &Method, headers: &HeaderMap) -> bool {
+    method == Method::OPTIONS
+        && headers.contains_key(header::ORIGIN)
+        && headers.contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
+}
+
+impl fmt::Debug for HttpLimits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HttpLimits").field("limiter", &self.limiter).finish_non_exhaustive()
+    }
+}
+
+/// Puts a [`RateLimitLayer`] for HTTP and gRPC services together.
+pub struct RateLimitLayerBuilder {
+    limiter: LimiterBuilder<Parts>,
+    options: Options,
+}
+
+impl RateLimitLayerBuilder {
+    /// Adds a policy below those that are there already. All of them are asked, and a request is
+    /// charged to all that apply or to none.
+    #[must_use]
+    pub fn policy(mut self, policy: Policy) -> Self {
+        self.limiter = self.limiter.policy(policy);
+        self
+    }
+
+    /// Whom to count, for policies that do not say so themselves. Default: none.
+    #[must_use]
+    pub fn key(mut self, key: impl KeyExtractor) -> Self {
+        self.limiter = self.limiter.key(key);
+        self
+    }
+
+    /// Where state is kept. Default: [`LocalStore::new`].
+    #[must_use]
+    pub fn store(mut self, store: LocalStore) -> Self {
+        self.limiter = self.limiter.store(store);
+        self
+    }
+
+    /// Where the time comes from. Default: [`Clock::system`].
+    #[must_use]
+    pub fn clock(mut self, clock: impl Into<Clock>) -> Self {
+        self.limiter = self.limiter.clock(clock);
+        self
+    }
+
+    /// What responses say about limits. Default: [`Headers::default`].
+    #[must_use]
+    pub fn headers(mut self, headers: Headers) -> Self {
+        self.options.headers = headers;
+        self
+    }
+
+    /// The gRPC status of calls that are over a limit. Default: 8, `RESOURCE_EXHAUSTED`.
+    #[must_use]
+    pub fn grpc_code(mut self, code: GrpcCode) -> Self {
+        self.options.grpc_code = code;
+        self
+    }
+
+    /// Makes one's own answers to requests that are turned away. The fields that
+    /// [`headers`](Self::headers) asks for are added where the answer does not have them. If the
+    /// function panics, the standard answer is given. Default: problem details, or for gRPC a
+    /// status.
+    ///
+    /// ```
+    /// use bytes::Bytes;
+    /// use http::{Response, StatusCode};
+    /// # use tollgate::{Policy, Quota, RateLimitLayer, key::Global};
+    ///
+    /// let layer = RateLimitLayer::builder()
+    ///     .on_rejection(|rejection, parts| {
+    ///         let text = format!("{}: {rejection}\n", parts.uri.path());
+    ///         let mut response = Response::new(Bytes::from(text));
+    ///         *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
+    ///         response
+    ///     })
+    /// #   .key(Global)
+    /// #   .policy(Policy::token_bucket("all", Quota::per_second(1)))
+    /// #   .build()?;
+    /// # Ok::<(), tollgate::BuildError>(())
+    /// ```
+    #[must_use]
+    pub fn on_rejection(
+        mut self,
+        answer: impl Fn(&Rejection, &Parts) -> Response<Bytes> + Send + Sync + 'static,
+    ) -> Self {
+        self.options.on_rejection = Some(Box::new(answer));
+        self
+    }
+
+    /// Lets CORS preflights through without counting them: OPTIONS requests with `Origin` and
+    /// `Access-Control-Request-Method`. Anybody can send such requests, so what answers them should
+    /// be cheap. Default: they are counted like all others.
+    #[must_use]
+    pub fn skip_preflight(mut self, skip: bool) -> Self {
+        self.options.skip_preflight = skip;
+        self
+    }
+
+    /// Puts the [`Decision`](crate::Decision) into the extensions of admitted requests, for
+    /// handlers. With several layers around each other, the innermost one's is there. It costs an
+    /// allocation or two. Default: yes.
+    #[must_use]
+    pub fn expose_decision(mut self, expose: bool) -> Self {
+        self.options.expose_decision = expose;
+        self
+    }
+
+    /// Checks the stack and puts it to work.
+    ///
+    /// # Errors
+    ///
+    /// [`BuildError`] says which policy cannot be, and why.
+    pub fn build(self) -> Result<RateLimitLayer, BuildError> {
+        let limiter = self.limiter.build()?;
+        let Options { headers, grpc_code, .. } = &self.options;
+        let responder = Responder::new(headers.clone(), *grpc_code, limiter.stack().allotments());
+        let shared = HttpLimits { limiter, options: self.options, responder };
+        Ok(RateLimitLayer { shared: Arc::new(shared) })
+    }
+}
+
+impl fmt::Debug for RateLimitLayerBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RateLimitLayerBuilder")
+            .field("limiter", &self.limiter)
+            .field("headers", &self.options.headers)
+            .finish_non_exhaustive()
+    }
+}

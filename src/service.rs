@@ -1,0 +1,173 @@
+//! The service: reads the head of a request, decides, and calls the inner service or turns away.
+
+use crate::{
+    body::ResponseBody,
+    decision::Rejection,
+    future::{CallFuture, ResponseFuture},
+    layer::{Calls, Http, Protocol, RateLimitLayer},
+};
+use http::{Request, Response};
+use http_body::Body;
+use std::{
+    error, fmt, mem,
+    sync::Arc,
+    task::{Context, Poll},
+};
+use tower_service::Service;
+
+/// A service whose requests are limited, see [`RateLimitLayer`].
+///
+/// It is ready whenever the inner service is: whether a request may go on depends on its key, so it
+/// is decided when the request is there. The request's body is not touched.
+pub struct RateLimit<S, P: Protocol = Http> {
+    inner: S,
+    shared: Arc<P::Shared>,
+}
+
+impl<S, P: Protocol> RateLimit<S, P> {
+    /// Limits the requests to `inner` by the limits of `layer`.
+    #[must_use]
+    pub fn new(inner: S, layer: &RateLimitLayer<P>) -> Self {
+        Self { inner, shared: layer.shared.clone() }
+    }
+
+    /// The inner service.
+    #[must_use]
+    pub const fn get_ref(&self) -> &S {
+        &self.inner
+    }
+
+    /// The inner service.
+    pub const fn get_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+
+    /// The inner service.
+    #[must_use]
+    pub fn into_inner(self) -> S {
+        self.inner
+    }
+}
+
+impl<S: Clone, P: Protocol> RateLimit<S, P> {
+    /// Takes the service that is ready and leaves a clone behind, which is not: see the tower docs
+    /// on cloning inner services.
+    fn take_ready(&mut self) -> S {
+        let clone = self.inner.clone();
+        mem::replace(&mut self.inner, clone)
+    }
+}
+
+impl<S, B, C> Service<Request<B>> for RateLimit<S>
+where
+    S: Service<Request<B>, Response = Response<C>> + Clone,
+    C: Body<Data = bytes::Bytes>,
+{
+    type Response = Response<ResponseBody<C>>;
+    type Error = S::Error;
+    type Future = ResponseFuture<S, B>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<B>) -> ResponseFuture<S, B> {
+        let (mut parts, body) = request.into_parts();
+        let limits = &self.shared;
+        if limits.skips(&parts) {
+            return ResponseFuture::running(
+                self.inner.call(Request::from_parts(parts, body)),
+                None,
+            );
+        }
+        let (decision, turn) = match limits.limiter.admit(&parts) {
+            Ok(admitted) => admitted,
+            Err(rejection) => {
+                let response = limits.reject(rejection, &parts);
+                // What readiness reserved is for others now.
+                drop(self.take_ready());
+                return ResponseFuture::rejected(response);
+            }
+        };
+        let annotation = limits.responder.annotation(&decision);
+        let annotation = annotation.map(|annotation| (annotation, limits.clone()));
+        if limits.options.expose_decision {
+            parts.extensions.insert(decision);
+        }
+        let request = Request::from_parts(parts, body);
+        match turn {
+            None => ResponseFuture::running(self.inner.call(request), annotation),
+            Some(turn) => ResponseFuture::waiting(turn, self.take_ready(), request, annotation),
+        }
+    }
+}
+
+impl<S, Req> Service<Req> for RateLimit<S, Calls<Req>>
+where
+    S: Service<Req> + Clone,
+    Req: 'static,
+{
+    type Response = S::Response;
+    type Error = CallError<S::Error>;
+    type Future = CallFuture<S, Req>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.inner.poll_ready(cx).map_err(CallError::Inner)
+    }
+
+    fn call(&mut self, request: Req) -> CallFuture<S, Req> {
+        match self.shared.admit(&request) {
+            Ok((_, None)) => CallFuture::running(self.inner.call(request)),
+            Ok((_, Some(turn))) => CallFuture::waiting(turn, self.take_ready(), request),
+            Err(rejection) => {
+                drop(self.take_ready());
+                CallFuture::rejected(rejection)
+            }
+        }
+    }
+}
+
+impl<S: Clone, P: Protocol> Clone for RateLimit<S, P> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), shared: self.shared.clone() }
+    }
+}
+
+impl<S: fmt::Debug, P: Protocol> fmt::Debug for RateLimit<S, P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RateLimit").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}
+
+#[cfg(feature = "tonic")]
+#[cfg_attr(docsrs, doc(cfg(feature = "tonic")))]
+impl<S: tonic::server::NamedService> tonic::server::NamedService for RateLimit<S> {
+    const NAME: &'static str = S::NAME;
+}
+
+/// Why a call to a limited service that is not HTTP failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CallError<E> {
+    /// The call was turned away; the inner service was not called.
+    Rejected(Box<Rejection>),
+    /// The inner service failed.
+    Inner(E),
+}
+
+impl<E: fmt::Display> fmt::Display for CallError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Rejected(rejection) => rejection.fmt(f),
+            Self::Inner(error) => error.fmt(f),
+        }
+    }
+}
+
+impl<E: error::Error + 'static> error::Error for CallError<E> {
+    fn source(&self) -> Option<&(dyn error::Error + 'static)> {
+        match self {
+            Self::Rejected(rejection) => Some(&**rejection),
+            Self::Inner(error) => Some(error),
+        }
+    }
+}
