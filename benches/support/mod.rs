@@ -9,25 +9,25 @@ use std::{
 
 /// Rounds of each case: every contender runs once in each, and the median of a contender's rounds
 /// is its figure.
-pub const ROUNDS: usize = 7;
+pub(crate) const ROUNDS: usize = 7;
 
 /// The time of one run of one contender.
 const RUN: Duration = Duration::from_millis(100);
 
 /// One who takes part in a case: a name, and an operation that is given a number that counts up.
-pub struct Contender<'a> {
-    pub name: &'static str,
-    pub operation: Box<dyn Fn(usize) + Sync + 'a>,
+pub(crate) struct Contender<'a> {
+    pub(crate) name: &'static str,
+    pub(crate) operation: Box<dyn Fn(usize) + Sync + 'a>,
 }
 
 impl<'a> Contender<'a> {
-    pub fn new(name: &'static str, operation: impl Fn(usize) + Sync + 'a) -> Self {
+    pub(crate) fn new(name: &'static str, operation: impl Fn(usize) + Sync + 'a) -> Self {
         Self { name, operation: Box::new(operation) }
     }
 }
 
 /// Nanoseconds per operation of each contender: all threads together, median of interleaved rounds.
-pub fn interleave(contenders: &[Contender<'_>], threads: usize) -> Vec<f64> {
+pub(crate) fn interleave(contenders: &[Contender<'_>], threads: usize) -> Vec<f64> {
     let mut rounds = vec![Vec::new(); contenders.len()];
     for round in 0..ROUNDS + 1 {
         for (contender, times) in contenders.iter().zip(&mut rounds) {
@@ -51,7 +51,7 @@ fn run(operation: &(dyn Fn(usize) + Sync), threads: usize, round: usize) -> f64 
                 // Every thread and every round walks through the keys from another place.
                 let mut index = (thread * 7 + round * 13) * 104_729;
                 barrier.wait();
-                let start = Instant::now();
+                let start = now();
                 let mut operations = 0_u64;
                 while start.elapsed() < RUN {
                     for _ in 0..512 {
@@ -70,13 +70,19 @@ fn run(operation: &(dyn Fn(usize) + Sync), threads: usize, round: usize) -> f64 
     1.0 / rate
 }
 
-pub fn median(mut values: Vec<f64>) -> f64 {
+/// The present, to time a stretch of work by.
+#[expect(clippy::disallowed_methods, reason = "a bench is about real time")]
+pub(crate) fn now() -> Instant {
+    Instant::now()
+}
+
+pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
 }
 
 /// The line of one figure against one peer.
-pub fn result(bench: &str, case: &str, unit: &str, tollgate: f64, peer: &str, peer_value: f64) {
+pub(crate) fn result(bench: &str, case: &str, unit: &str, tollgate: f64, peer: &str, peer_value: f64) {
     let round = |value: f64, to: f64| (value * to).round() / to;
     let line = json!({
         "bench": bench,
