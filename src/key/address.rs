@@ -378,10 +378,7 @@ impl Networks {
 }
 
 fn network(text: &str) -> Result<IpNet, NetworksError> {
-    let network = text
-        .parse::<IpNet>()
-        .or_else(|_| text.parse::<IpAddr>().map(IpNet::from))
-        .map_err(|_| NetworksError { text: text.into() })?;
+    let network = strict_network(text).ok_or_else(|| NetworksError { text: text.into() })?;
     // No IPv4 network has a prefix of 96 bits.
     if let IpAddr::V4(address) = network.addr().to_canonical()
         && let Some(prefix) = network.prefix_len().checked_sub(96)
@@ -390,6 +387,17 @@ fn network(text: &str) -> Result<IpNet, NetworksError> {
         return Ok(mapped);
     }
     Ok(network)
+}
+
+/// What some take for octal, an address with leading zeros, is no address to the standard library's
+/// parser, but is one to that of [`IpNet`].
+fn strict_network(text: &str) -> Option<IpNet> {
+    let Some((address, prefix)) = text.split_once('/') else {
+        return text.parse::<IpAddr>().ok().map(IpNet::from);
+    };
+    let digits = prefix.bytes().all(|byte| byte.is_ascii_digit());
+    let prefix = prefix.parse().ok().filter(|_| digits)?;
+    IpNet::new(address.parse().ok()?, prefix).ok()
 }
 
 /// A text that is no network.
