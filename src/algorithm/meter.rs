@@ -11,7 +11,10 @@
 //! is `period` drops and a tick drains `limit`.
 
 use super::{Algorithm, MAX_PRODUCT, TICKS_US};
-use crate::policy::quota::{MAX_SPAN_US, Quota, QuotaError};
+use crate::{
+    policy::quota::{MAX_SPAN_US, Quota, QuotaError},
+    store::Queued,
+};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Meter {
@@ -104,19 +107,21 @@ impl Meter {
 
     /// How long after `now_us` a charge that was just made has its turn: when all but the burst
     /// has drained.
+    #[inline]
     pub(crate) fn delay(&self, state: &State, now_us: u64) -> u64 {
         let excess = self.level(state, now_us).saturating_sub(self.burst);
         self.time_to_drain(excess, now_us)
     }
 
     /// How much sooner others have their turn when `cost` is taken out of the bucket, rounded down.
-    pub(crate) fn time_of(&self, cost: u64) -> u64 {
+    fn time_of(&self, cost: u64) -> u64 {
         let drops = u128::from(cost) * u128::from(self.pace.drops_per_unit);
         let us = drops * u128::from(self.pace.tick_us) / u128::from(self.pace.drops_per_tick);
         u64::try_from(us).unwrap_or(u64::MAX)
     }
 
     /// The drops in a bucket at `now_us`.
+    #[inline]
     fn level(&self, state: &State, now_us: u64) -> u64 {
         let pace = self.pace;
         let ticks = pace.ticks(state.empty_at_us).saturating_sub(pace.ticks(now_us));
@@ -125,6 +130,7 @@ impl Meter {
     }
 
     /// Records that there are `level` drops at `now_us`.
+    #[inline]
     fn fill(&self, state: &mut State, now_us: u64, level: u64) {
         let pace = self.pace;
         let ticks = pace.ticks_to_drain(level);
@@ -135,6 +141,7 @@ impl Meter {
     }
 
     /// The time from `now_us` until `drops` have drained, in microseconds.
+    #[inline]
     fn time_to_drain(&self, drops: u64, now_us: u64) -> u64 {
         if drops == 0 {
             return 0;
@@ -165,6 +172,7 @@ impl Meter {
 impl Algorithm for Meter {
     type State = State;
 
+    #[inline]
     fn settle(&self, state: &mut State, now_us: u64) -> bool {
         // No bucket takes longer than a full one to run empty. Twice as long is a clock that
         // stepped back by less than a full refill, and then the bucket just waits for it.
@@ -175,10 +183,12 @@ impl Algorithm for Meter {
         stepped_back
     }
 
+    #[inline]
     fn remaining(&self, state: &State, now_us: u64) -> u64 {
         self.capacity.saturating_sub(self.level(state, now_us)) / self.pace.drops_per_unit
     }
 
+    #[inline]
     fn wait(&self, state: &State, now_us: u64, cost: u64) -> Option<u64> {
         let drops =
             cost.checked_mul(self.pace.drops_per_unit).filter(|&drops| drops <= self.capacity)?;
@@ -186,32 +196,53 @@ impl Algorithm for Meter {
         Some(self.time_to_drain((level + drops).saturating_sub(self.capacity), now_us))
     }
 
+    #[inline]
     fn charge(&self, state: &mut State, now_us: u64, cost: u64) {
         let level = self.level(state, now_us) + cost * self.pace.drops_per_unit;
         self.fill(state, now_us, level);
     }
 
-    fn refund(&self, state: &mut State, now_us: u64, _spent_us: u64, cost: u64) {
+    fn take_back(&self, state: &mut State, now_us: u64, cost: u64) {
         let drops = cost.saturating_mul(self.pace.drops_per_unit);
         let level = self.level(state, now_us).saturating_sub(drops);
         self.fill(state, now_us, level);
     }
 
+    fn refund(&self, state: &mut State, now_us: u64, _spent_us: u64, cost: u64) {
+        self.take_back(state, now_us, cost);
+    }
+
+    #[inline]
+    fn queued(&self, state: &State, now_us: u64, cost: u64) -> Option<Queued> {
+        // Most meters have no queue.
+        if self.capacity == self.burst {
+            return None;
+        }
+        match self.delay(state, now_us) {
+            0 => None,
+            delay_us => Some(Queued { delay_us, length_us: self.time_of(cost) }),
+        }
+    }
+
+    #[inline]
     fn fresh_at(&self, state: &State) -> u64 {
         state.empty_at_us
     }
 
+    #[inline]
     fn allotment(&self) -> (u64, u64) {
         self.shown
     }
 }
 
 impl Pace {
+    #[inline]
     const fn ticks(&self, us: u64) -> u64 {
         // By far the most quotas count in microseconds, and a division is dear.
         if self.tick_us == 1 { us } else { us / self.tick_us }
     }
 
+    #[inline]
     const fn ticks_to_drain(&self, drops: u64) -> u64 {
         if self.drops_per_tick == 1 { drops } else { drops.div_ceil(self.drops_per_tick) }
     }

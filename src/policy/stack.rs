@@ -2,9 +2,9 @@
 
 use super::{Condition, Cost, Policy, Quota, QuotaError, QuotaFor};
 use crate::{
-    decision::{Allotment, Outcome, Outcomes, Reason, Verdict},
+    decision::{Allotment, Outcome, Outcomes, Reason},
     key::{Key, KeyExtractor, MissingKey},
-    store::{Bill, Charge, Identity, Kind, Rule, local::Plan},
+    store::{Answer, Bill, Charge, Fingerprint, Kind, Rule, local::Plan},
 };
 use parking_lot::Mutex;
 use std::{
@@ -35,7 +35,7 @@ struct Entry<R: ?Sized> {
     missing_key: MissingKey,
     conditions: Vec<Condition<R>>,
     /// The fingerprints of the keys that the policy does not count.
-    exempt: HashSet<u128>,
+    exempt: HashSet<Fingerprint>,
     cost: Cost<R>,
     quota_for: Option<QuotaFor<R>>,
     space: usize,
@@ -180,35 +180,25 @@ impl<R: ?Sized + 'static> Stack<R> {
         self.entries.iter().find(shapes).map(|entry| entry.name)
     }
 
-    /// Writes what `request` is to be charged, and an outcome for each charge, to be filled in by the
-    /// store. This is where the user's functions run; a panic in one of them goes no further.
-    pub(crate) fn bill(
-        &self,
-        request: &R,
-        bill: &mut Bill,
-        outcomes: &mut Outcomes,
-    ) -> Result<(), Box<Reason>> {
+    /// Writes what `request` is to be charged. This is where the user's functions run; a panic in one
+    /// of them goes no further.
+    #[inline]
+    pub(crate) fn bill(&self, request: &R, bill: &mut Bill) -> Result<(), Box<Reason>> {
         // Which policy is being asked, to name it if its function panics.
         let mut asking = 0;
-        let write = AssertUnwindSafe(|| self.write_bill(request, bill, outcomes, &mut asking));
-        catch_unwind(write).unwrap_or_else(|_| {
-            Err(Box::new(Reason::Faulty {
-                policy: self.name(asking),
-                message: "a function that this policy was built with panicked".to_owned(),
-            }))
-        })
+        let write = AssertUnwindSafe(|| self.write_bill(request, bill, &mut asking));
+        catch_unwind(write).unwrap_or_else(|_| Err(self.panicked(asking)))
     }
 
+    #[inline]
     fn write_bill(
         &self,
         request: &R,
         bill: &mut Bill,
-        outcomes: &mut Outcomes,
         asking: &mut usize,
     ) -> Result<(), Box<Reason>> {
         for (space_index, space) in self.spaces.iter().enumerate() {
             let mut found = None;
-            let mut identity = None;
             for &policy in &space.policies {
                 *asking = policy;
                 let entry = &self.entries[policy];
@@ -228,18 +218,11 @@ impl<R: ?Sized + 'static> Stack<R> {
                         return Err(Box::new(Reason::NoKey { policy, error }));
                     }
                 };
-                // Policies of one space that count a request all count it by the same key.
-                let identity = *identity.get_or_insert_with(|| {
-                    bill.identities.push(Identity { space: space_index, fingerprint });
-                    bill.identities.len() - 1
-                });
-                let quota = entry.quota_for.as_ref().and_then(|quota_for| quota_for(request));
-                let (rule, allotment) = match quota {
-                    None => (0, entry.allotment),
+                let rule = match entry.quota_for.as_ref().and_then(|quota_for| quota_for(request)) {
+                    None => 0,
                     Some(quota) => {
-                        let rule = entry.rule_for(&quota)?;
-                        bill.rules.push(rule);
-                        (bill.rules.len(), rule.allotment())
+                        bill.rules.push(entry.rule_for(&quota)?);
+                        bill.rules.len()
                     }
                 };
                 let cost = match &entry.cost {
@@ -247,34 +230,64 @@ impl<R: ?Sized + 'static> Stack<R> {
                     Cost::Of(cost) => cost(request),
                 };
                 bill.charges.push(Charge {
+                    fingerprint,
                     cost,
                     policy: policy as u32,
-                    identity: identity as u32,
+                    space: space_index as u32,
                     rule: rule as u32,
-                });
-                outcomes.push(Outcome {
-                    policy: entry.name,
-                    quota: allotment,
-                    cost,
-                    remaining: 0,
-                    reset_us: 0,
-                    verdict: Verdict::Never,
+                    answer: Answer::NONE,
                 });
             }
         }
         Ok(())
     }
+
+    #[cold]
+    fn panicked(&self, policy: usize) -> Box<Reason> {
+        Box::new(Reason::Faulty {
+            policy: self.name(policy),
+            message: "a function that this policy was built with panicked".to_owned(),
+        })
+    }
+
+    /// What the policies said to a bill, in the order of the stack.
+    #[inline]
+    pub(crate) fn outcomes(&self, bill: &Bill) -> Outcomes {
+        let outcome = |charge: &Charge| {
+            let entry = &self.entries[charge.policy()];
+            let rule = charge.rule(&bill.rules);
+            let Answer { verdict, remaining, reset_us, .. } = charge.answer;
+            Outcome {
+                policy: entry.name,
+                quota: rule.map_or(entry.allotment, Rule::allotment),
+                remaining,
+                cost: charge.cost,
+                reset_us,
+                verdict,
+            }
+        };
+        let mut outcomes: Outcomes = bill.charges.iter().map(outcome).collect();
+        if self.spaces.len() > 1 {
+            // The bill is in the order of the spaces.
+            outcomes.sort_by_key(|outcome| self.position(outcome.policy));
+        }
+        outcomes
+    }
 }
 
 /// A hash in place of a key: 128 bits, so that no two callers ever share a budget by chance, under a
 /// secret of the stack, so that none can do so on purpose.
-fn fingerprint(key: &Key, secret: &[u8; SECRET]) -> u128 {
-    // Zero stands for nobody in the table.
-    xxh3_128_with_secret(key.encoded(), secret).max(1)
+#[inline]
+fn fingerprint(key: &Key, secret: &[u8; SECRET]) -> Fingerprint {
+    let mut fingerprint = Fingerprint::from(xxh3_128_with_secret(key.encoded(), secret));
+    if fingerprint == Fingerprint::NOBODY {
+        fingerprint.lower = 1;
+    }
+    fingerprint
 }
 
 impl<R: ?Sized> Entry<R> {
-    fn is_exempt(&self, fingerprint: &u128) -> bool {
+    fn is_exempt(&self, fingerprint: &Fingerprint) -> bool {
         !self.exempt.is_empty() && self.exempt.contains(fingerprint)
     }
 

@@ -9,12 +9,11 @@ mod shard;
 mod state;
 mod table;
 
-use super::{Bill, Charge, Identity, Kind, Mode, Queued, Rule};
-use crate::decision::{Outcome, Verdict};
+use super::{Bill, Charge, Fingerprint, Kind, Mode, Rule};
 use parking_lot::{Mutex, MutexGuard};
 use shard::Shard;
 use smallvec::SmallVec;
-use state::{Field, Loaded};
+use state::{Decide, Field, Refund, Step, TakeBack};
 use std::{
     fmt,
     sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
@@ -143,79 +142,72 @@ impl Local {
         Self { spaces, policies: plans.iter().zip(fields).map(entry).collect() }
     }
 
-    /// Decides a bill: charges all of it, or none. Fills in the outcomes, which are in the order of
-    /// the charges.
-    pub(crate) fn acquire(
-        &self,
-        bill: &mut Bill,
-        now_us: u64,
-        mode: Mode,
-        outcomes: &mut [Outcome],
-    ) {
-        match bill.identities[..] {
-            // Nearly all requests have one, and nothing has to be put in a list for them.
-            [identity] => self.decide(&mut [self.hold(identity)], bill, now_us, mode, outcomes),
-            _ => self.decide(&mut self.hold_all(bill), bill, now_us, mode, outcomes),
+    /// Decides a bill: charges all of it, or none, and fills in the answers. Returns whether all
+    /// policies have room.
+    pub(crate) fn acquire(&self, bill: &mut Bill, now_us: u64, mode: Mode) -> bool {
+        let Bill { charges, rules } = bill;
+        let admitted = match (charges.first(), charges.last()) {
+            // Nearly all requests are counted in one space, and nothing has to be put in a list for
+            // them.
+            (Some(first), Some(last)) if first.space == last.space => {
+                self.decide(&mut [self.hold(charges)], rules, now_us, mode)
+            }
+            _ => self.decide(&mut self.hold_all(charges), rules, now_us, mode),
+        };
+        for charge in charges {
+            self.spaces[charge.space()].sweep(now_us);
         }
-        for identity in &bill.identities {
-            self.spaces[identity.space].sweep(now_us);
-        }
+        admitted
     }
 
-    fn decide(
-        &self,
-        held: &mut [Held<'_>],
-        bill: &mut Bill,
-        now_us: u64,
-        mode: Mode,
-        outcomes: &mut [Outcome],
-    ) {
-        let Bill { charges, rules, queued, .. } = bill;
-        let mut admitted = true;
-        for (charge, outcome) in charges.iter().zip(&mut *outcomes) {
-            let held = &mut held[charge.identity()];
-            let (state, _) = held.load(self, rules, charge, now_us);
-            let opinion = state.ask(&held.shard.rings, now_us, charge.cost);
-            admitted &= opinion.verdict == Verdict::Admitted;
-            outcome.verdict = opinion.verdict;
-            outcome.remaining = opinion.remaining;
+    #[inline(always)]
+    fn decide(&self, held: &mut [Held<'_>], rules: &[Rule], now_us: u64, mode: Mode) -> bool {
+        let mut charging = mode == Mode::Charge;
+        if charging && held.iter().any(|held| held.slot.is_none()) {
+            // Who is new takes up no room before it is admitted.
+            charging = self.step(held, rules, now_us, Decide::new(false)).admitted;
+            if charging {
+                held.iter_mut().for_each(|held| held.enter(now_us));
+            }
         }
-        let charging = admitted && mode == Mode::Charge;
-        for (index, (charge, outcome)) in charges.iter().zip(outcomes).enumerate() {
-            let held = &mut held[charge.identity()];
-            // Loading a state again is cheaper than keeping it.
-            let (mut state, mut changed) = held.load(self, rules, charge, now_us);
-            if charging && charge.cost > 0 {
-                state.charge(&mut held.shard.rings, now_us, charge.cost);
-                outcome.remaining -= charge.cost;
-                changed = true;
-                if let Some((delay_us, length_us)) = state.delay(now_us, charge.cost) {
-                    queued.push(Queued { charge: index, delay_us, length_us });
+        let decided = self.step(held, rules, now_us, Decide::new(charging));
+        if charging && !decided.admitted {
+            self.step(held, rules, now_us, TakeBack);
+        }
+        for held in held {
+            held.shard.limit_logs(held.fingerprint, now_us);
+        }
+        decided.admitted
+    }
+
+    /// Takes a step on all charges, one after the other.
+    #[inline(always)]
+    fn step<S: Step>(&self, held: &mut [Held<'_>], rules: &[Rule], now_us: u64, mut step: S) -> S {
+        for Held { shard, slot, charges, .. } in held {
+            let Shard { table, rings, earliest_fresh_us, .. } = &mut **shard;
+            let mut entry = slot.map(|slot| table.state_mut(slot));
+            for charge in &mut **charges {
+                let Entry { rule, field } = &self.policies[charge.policy()];
+                let rule = charge.rule(rules).unwrap_or(rule);
+                let entry = entry.as_deref_mut();
+                let kept = field.step(entry, rule, rings, now_us, charge, &mut step);
+                if let Some(fresh_at_us) = kept {
+                    *earliest_fresh_us = (*earliest_fresh_us).min(fresh_at_us);
                 }
             }
-            outcome.reset_us = state.reset(&held.shard.rings, now_us, outcome.remaining);
-            if changed {
-                held.store(&self.policies[charge.policy()].field, &state, now_us);
-            }
         }
+        step
     }
 
     /// Gives back what a bill was charged at `spent_us`.
-    pub(crate) fn refund(&self, bill: &Bill, now_us: u64, spent_us: u64) {
-        let mut held = self.hold_all(bill);
-        for charge in &bill.charges {
-            let held = &mut held[charge.identity()];
-            if held.slot.is_some() {
-                let (mut state, _) = held.load(self, &bill.rules, charge, now_us);
-                state.refund(&mut held.shard.rings, now_us, spent_us, charge.cost);
-                held.store(&self.policies[charge.policy()].field, &state, now_us);
-            }
-        }
+    pub(crate) fn refund(&self, bill: &mut Bill, now_us: u64, spent_us: u64) {
+        let mut held = self.hold_all(&mut bill.charges);
+        self.step(&mut held, &bill.rules, now_us, Refund { spent_us });
     }
 
-    /// Forgets all that is known of the identities of a bill.
-    pub(crate) fn reset(&self, bill: &Bill) {
-        for held in &mut self.hold_all(bill) {
+    /// Forgets all that is known of those whom a bill is for.
+    pub(crate) fn reset(&self, bill: &mut Bill) {
+        for held in &mut self.hold_all(&mut bill.charges) {
             if let Some(slot) = held.slot {
                 held.shard.remove(slot);
             }
@@ -228,19 +220,20 @@ impl Local {
         shards.map(|shard| shard.0.lock().table.len()).sum()
     }
 
-    /// Locks the shards of a bill's identities and finds their entries. Everybody locks in the order
+    /// Locks the shards of a bill's charges and finds their entries. Everybody locks in the order
     /// of the spaces, and no two shards of one space, so nobody waits for each other in a circle.
-    fn hold_all(&self, bill: &Bill) -> SmallVec<[Held<'_>; 4]> {
-        bill.identities.iter().map(|&identity| self.hold(identity)).collect()
+    fn hold_all<'a>(&'a self, charges: &'a mut [Charge]) -> SmallVec<[Held<'a>; 4]> {
+        let spaces = charges.chunk_by_mut(|one, next| one.space == next.space);
+        spaces.map(|charges| self.hold(charges)).collect()
     }
 
-    fn hold(&self, identity: Identity) -> Held<'_> {
-        let shard = self.spaces[identity.space].shard(identity.fingerprint).0.lock();
-        Held {
-            slot: shard.table.find(identity.fingerprint).ok(),
-            fingerprint: identity.fingerprint,
-            shard,
-        }
+    /// Locks the shard of all charges of one space.
+    #[inline(always)]
+    fn hold<'a>(&'a self, charges: &'a mut [Charge]) -> Held<'a> {
+        let Charge { space, fingerprint, .. } = charges[0];
+        let shard = self.spaces[space as usize].shard(fingerprint).0.lock();
+        let slot = shard.table.find(fingerprint).ok();
+        Held { shard, slot, fingerprint, charges }
     }
 }
 
@@ -250,40 +243,20 @@ impl fmt::Debug for Local {
     }
 }
 
-/// A locked shard with the place of an identity in it.
+/// A locked shard with the place of one who is counted in it, and what they are to be charged there.
 struct Held<'a> {
     shard: MutexGuard<'a, Shard>,
-    fingerprint: u128,
     slot: Option<usize>,
+    fingerprint: Fingerprint,
+    charges: &'a mut [Charge],
 }
 
 impl Held<'_> {
-    #[inline(always)]
-    fn load<'r>(
-        &mut self,
-        local: &'r Local,
-        rules: &'r [Rule],
-        charge: &Charge,
-        now_us: u64,
-    ) -> (Loaded<'r>, bool) {
-        let Shard { table, rings, .. } = &mut *self.shard;
-        let entry = self.slot.map(|slot| table.state(slot));
-        let Entry { rule, field } = &local.policies[charge.policy()];
-        Loaded::load(field, entry, charge.rule(rules).unwrap_or(rule), rings, now_us)
-    }
-
-    fn store(&mut self, field: &Field, state: &Loaded<'_>, now_us: u64) {
-        let slot = match self.slot {
-            Some(slot) => slot,
-            None => *self.slot.insert(self.shard.insert(self.fingerprint, now_us)),
-        };
-        let Shard { table, rings, earliest_fresh_us, .. } = &mut *self.shard;
-        let entry = table.state_mut(slot);
-        state.store(field, entry, rings);
-        *earliest_fresh_us = (*earliest_fresh_us).min(entry[field.fresh_at()]);
-        if self.shard.logs_are_full() {
-            self.shard.make_room_for_logs(self.fingerprint, now_us);
-            self.slot = self.shard.table.find(self.fingerprint).ok();
+    /// Gives one who is new an entry, unless all is free.
+    #[cold]
+    fn enter(&mut self, now_us: u64) {
+        if self.slot.is_none() && self.charges.iter().any(|charge| charge.cost > 0) {
+            self.slot = Some(self.shard.insert(self.fingerprint, now_us));
         }
     }
 }
@@ -310,13 +283,15 @@ impl Space {
         }
     }
 
-    fn shard(&self, fingerprint: u128) -> &Padded {
+    #[inline]
+    fn shard(&self, fingerprint: Fingerprint) -> &Padded {
         // The number of shards is a power of two. Tables sort by the upper half.
-        &self.shards[fingerprint as usize & (self.shards.len() - 1)]
+        &self.shards[fingerprint.lower as usize & (self.shards.len() - 1)]
     }
 
     /// Sweeps as many shards as are due. Between two requests none are, and then all that have
     /// become due, up to a bound on the time that takes.
+    #[inline]
     fn sweep(&self, now_us: u64) {
         let last_us = self.last_sweep_us.load(Relaxed);
         // A clock that stepped back wraps to a very long time: everything is due.
