@@ -3,7 +3,7 @@
 use crate::{
     clock::Clock,
     decision::{Decision, Outcomes, Reason, Rejection, Verdict},
-    key::KeyExtractor,
+    key::{FindKey, KeyExtractor},
     policy::{
         Policy,
         stack::{BuildError, Stack},
@@ -51,7 +51,7 @@ struct Shared<R: ?Sized> {
 /// Puts a [`Limiter`] together.
 pub struct LimiterBuilder<R: ?Sized = Parts> {
     policies: Vec<Policy<R>>,
-    key: Option<Arc<dyn KeyExtractor<R>>>,
+    key: Option<Arc<dyn FindKey<R>>>,
     store: LocalStore,
     clock: Clock,
 }
@@ -134,7 +134,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
     pub fn reset(&self, request: &R) -> Result<(), Rejection> {
         let mut bill = Bill::default();
         self.write_bill(request, &mut bill)?;
-        self.shared.store.reset(&mut bill);
+        self.shared.store.reset(&bill);
         Ok(())
     }
 

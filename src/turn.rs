@@ -6,7 +6,8 @@
 
 use crate::{
     clock::{Clock, Sleep},
-    store::{Bill, Fingerprint},
+    key::Fingerprint,
+    store::Bill,
 };
 use parking_lot::Mutex;
 use std::{

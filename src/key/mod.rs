@@ -27,6 +27,7 @@
 mod address;
 mod combine;
 mod extract;
+mod fingerprint;
 mod forwarded;
 mod header;
 mod path;
@@ -34,6 +35,7 @@ mod path;
 pub use address::{ClientIp, Networks, NetworksError, PeerAddr, PeerIp};
 pub use combine::{Extension, Global};
 pub use extract::{KeyError, KeyErrorKind, KeyExtractor, MissingKey};
+pub(crate) use fingerprint::{FindKey, Fingerprint, Secret};
 pub use header::{BearerToken, Header};
 #[cfg(feature = "axum")]
 pub use path::RoutePath;
@@ -99,10 +101,12 @@ impl Key {
     }
 
     /// The encoding, for hashing.
+    #[inline]
     pub(crate) fn encoded(&self) -> &[u8] {
         &self.encoded
     }
 
+    #[inline]
     fn fixed(tag: Tag, bytes: &[u8]) -> Self {
         let mut encoded = SmallVec::new();
         encoded.push(tag as u8);
@@ -110,15 +114,22 @@ impl Key {
         Self { encoded }
     }
 
+    #[inline]
     fn delimited(tag: Tag, bytes: &[u8]) -> Self {
-        // The common short ones are put together without growing anything.
-        let mut buffer = [0; INLINE];
+        // The common short ones are put together where they stay, without growing anything.
         if bytes.len() <= INLINE - 2 {
-            buffer[0] = tag as u8;
-            buffer[1] = bytes.len() as u8;
-            buffer[2..2 + bytes.len()].copy_from_slice(bytes);
-            return Self { encoded: SmallVec::from_buf_and_len(buffer, 2 + bytes.len()) };
+            let length = 2 + bytes.len();
+            let mut key = Self { encoded: SmallVec::from_buf_and_len([0; INLINE], length) };
+            key.encoded[0] = tag as u8;
+            key.encoded[1] = bytes.len() as u8;
+            key.encoded[2..].copy_from_slice(bytes);
+            return key;
         }
+        Self::long(tag, bytes)
+    }
+
+    #[cold]
+    fn long(tag: Tag, bytes: &[u8]) -> Self {
         let mut key = Self::fixed(tag, &[]);
         key.push_length(bytes.len());
         key.encoded.extend_from_slice(bytes);
@@ -142,18 +153,21 @@ impl fmt::Debug for Key {
 }
 
 impl From<&str> for Key {
+    #[inline]
     fn from(text: &str) -> Self {
         Self::delimited(Tag::Text, text.as_bytes())
     }
 }
 
 impl From<&String> for Key {
+    #[inline]
     fn from(text: &String) -> Self {
         Self::from(text.as_str())
     }
 }
 
 impl From<String> for Key {
+    #[inline]
     fn from(text: String) -> Self {
         Self::from(text.as_str())
     }

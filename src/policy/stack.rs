@@ -3,26 +3,24 @@
 use super::{Condition, Cost, Policy, Quota, QuotaError, QuotaFor};
 use crate::{
     decision::{Allotment, Outcome, Outcomes, Reason},
-    key::{Key, KeyExtractor, MissingKey},
-    store::{Answer, Bill, Charge, Fingerprint, Kind, Rule, local::Plan},
+    key::{FindKey, Fingerprint, Key, MissingKey, Secret},
+    store::{Answer, Bill, Charge, Kind, Rule, local::Plan},
 };
 use parking_lot::Mutex;
 use std::{
     borrow::Cow,
     collections::{BTreeSet, HashSet},
     error, fmt,
-    hash::{BuildHasher, RandomState},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     time::Duration,
 };
-use xxhash_rust::xxh3::xxh3_128_with_secret;
 
 pub(crate) struct Stack<R: ?Sized> {
     entries: Vec<Entry<R>>,
     /// The distinct key extractors, each with the indices of the policies that count by it.
     spaces: Vec<Space<R>>,
-    secret: [u8; SECRET],
+    secret: Secret,
 }
 
 /// A policy that was found to be in order.
@@ -43,12 +41,9 @@ struct Entry<R: ?Sized> {
 
 /// The keys of one extractor.
 struct Space<R: ?Sized> {
-    extractor: Arc<dyn KeyExtractor<R>>,
+    extractor: Arc<dyn FindKey<R>>,
     policies: Vec<usize>,
 }
-
-/// The size of the hash function's secret.
-const SECRET: usize = 192;
 
 /// Why a stack cannot be built.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,12 +91,12 @@ pub enum BuildError {
 impl<R: ?Sized + 'static> Stack<R> {
     pub(crate) fn new(
         policies: Vec<Policy<R>>,
-        default_key: Option<&Arc<dyn KeyExtractor<R>>>,
+        default_key: Option<&Arc<dyn FindKey<R>>>,
     ) -> Result<Self, BuildError> {
         if policies.is_empty() {
             return Err(BuildError::NoPolicy);
         }
-        let secret = random_secret();
+        let secret = Secret::random();
         let mut names = BTreeSet::new();
         let mut spaces: Vec<Space<R>> = Vec::new();
         let mut entries = Vec::with_capacity(policies.len());
@@ -136,7 +131,7 @@ impl<R: ?Sized + 'static> Stack<R> {
                 allotment: rule.allotment(),
                 missing_key: policy.missing_key,
                 conditions: policy.conditions,
-                exempt: policy.exempt.iter().map(|key| fingerprint(key, &secret)).collect(),
+                exempt: policy.exempt.iter().map(|key| secret.fingerprint(key)).collect(),
                 cost: policy.cost,
                 quota_for: policy.quota_for,
                 space,
@@ -205,16 +200,15 @@ impl<R: ?Sized + 'static> Stack<R> {
                 if !entry.conditions.iter().all(|condition| condition(request)) {
                     continue;
                 }
-                let found = found.get_or_insert_with(|| {
-                    space.extractor.extract(request).map(|key| fingerprint(&key, &self.secret))
-                });
+                let found =
+                    found.get_or_insert_with(|| space.extractor.find_key(request, &self.secret));
                 let fingerprint = match (found, entry.missing_key) {
                     (Ok(fingerprint), _) if entry.is_exempt(fingerprint) => continue,
                     (Ok(fingerprint), _) => *fingerprint,
                     (Err(_), MissingKey::Skip) => continue,
-                    (Err(_), MissingKey::Share) => fingerprint(&Key::missing(), &self.secret),
+                    (Err(_), MissingKey::Share) => self.secret.fingerprint(&Key::missing()),
                     (Err(error), MissingKey::Reject) => {
-                        let (policy, error) = (entry.name, error.clone());
+                        let (policy, error) = (entry.name, (**error).clone());
                         return Err(Box::new(Reason::NoKey { policy, error }));
                     }
                 };
@@ -251,39 +245,26 @@ impl<R: ?Sized + 'static> Stack<R> {
     }
 
     /// What the policies said to a bill, in the order of the stack.
-    #[inline]
     pub(crate) fn outcomes(&self, bill: &Bill) -> Outcomes {
-        let outcome = |charge: &Charge| {
+        // Pushed one by one, they are written where the caller wants them and never moved.
+        let mut outcomes = Outcomes::new();
+        for charge in &bill.charges {
             let entry = &self.entries[charge.policy()];
-            let rule = charge.rule(&bill.rules);
-            let Answer { verdict, remaining, reset_us, .. } = charge.answer;
-            Outcome {
+            outcomes.push(Outcome {
                 policy: entry.name,
-                quota: rule.map_or(entry.allotment, Rule::allotment),
-                remaining,
+                quota: charge.rule(&bill.rules).map_or(entry.allotment, Rule::allotment),
+                remaining: charge.answer.remaining,
                 cost: charge.cost,
-                reset_us,
-                verdict,
-            }
-        };
-        let mut outcomes: Outcomes = bill.charges.iter().map(outcome).collect();
+                reset_us: charge.answer.reset_us,
+                verdict: charge.answer.verdict,
+            });
+        }
         if self.spaces.len() > 1 {
             // The bill is in the order of the spaces.
             outcomes.sort_by_key(|outcome| self.position(outcome.policy));
         }
         outcomes
     }
-}
-
-/// A hash in place of a key: 128 bits, so that no two callers ever share a budget by chance, under a
-/// secret of the stack, so that none can do so on purpose.
-#[inline]
-fn fingerprint(key: &Key, secret: &[u8; SECRET]) -> Fingerprint {
-    let mut fingerprint = Fingerprint::from(xxh3_128_with_secret(key.encoded(), secret));
-    if fingerprint == Fingerprint::NOBODY {
-        fingerprint.lower = 1;
-    }
-    fingerprint
 }
 
 impl<R: ?Sized> Entry<R> {
@@ -313,8 +294,8 @@ impl<R: ?Sized> Entry<R> {
 
 /// Whether two extractors are one, or say that they find the same keys.
 fn finds_the_same_keys<R: ?Sized + 'static>(
-    a: &Arc<dyn KeyExtractor<R>>,
-    b: &Arc<dyn KeyExtractor<R>>,
+    a: &Arc<dyn FindKey<R>>,
+    b: &Arc<dyn FindKey<R>>,
 ) -> bool {
     Arc::ptr_eq(a, b) || a.name().is_some_and(|name| Some(name) == b.name())
 }
@@ -347,17 +328,6 @@ fn intern(name: Cow<'static, str>) -> &'static str {
             name
         }
     }
-}
-
-/// A secret that nobody can guess: the standard library seeds its hash tables from the system's
-/// random numbers, and SipHash spreads such a seed over as many bytes as are needed.
-fn random_secret() -> [u8; SECRET] {
-    let random = RandomState::new();
-    let mut secret = [0; SECRET];
-    for (index, bytes) in secret.chunks_exact_mut(8).enumerate() {
-        bytes.copy_from_slice(&random.hash_one(index).to_ne_bytes());
-    }
-    secret
 }
 
 // === impl BuildError ===

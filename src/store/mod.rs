@@ -7,6 +7,7 @@ pub(crate) mod local;
 use crate::{
     algorithm::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow},
     decision::{Allotment, Verdict},
+    key::Fingerprint,
     policy::quota::{Quota, QuotaError},
 };
 use smallvec::SmallVec;
@@ -32,13 +33,6 @@ pub(crate) enum Kind {
     FixedWindow(Anchor),
     SlidingWindow,
     SlidingLog,
-}
-
-/// All of a key that a store may know: 128 bits of a keyed hash. They are ordered like one number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Fingerprint {
-    pub(crate) upper: u64,
-    pub(crate) lower: u64,
 }
 
 /// What one policy is to charge one request, and what the store answered.
@@ -91,18 +85,6 @@ pub(crate) struct Bill {
 pub(crate) enum Mode {
     Charge,
     Peek,
-}
-
-impl Fingerprint {
-    /// No key has it.
-    pub(crate) const NOBODY: Self = Self { upper: 0, lower: 0 };
-}
-
-impl From<u128> for Fingerprint {
-    #[inline]
-    fn from(hash: u128) -> Self {
-        Self { upper: (hash >> 64) as u64, lower: hash as u64 }
-    }
 }
 
 impl Answer {

@@ -9,10 +9,11 @@ mod shard;
 mod state;
 mod table;
 
-use super::{Bill, Charge, Fingerprint, Kind, Mode, Rule};
+use super::{Bill, Charge, Kind, Mode, Rule};
+use crate::key::Fingerprint;
 use parking_lot::{Mutex, MutexGuard};
+use rings::Rings;
 use shard::Shard;
-use smallvec::SmallVec;
 use state::{Decide, Field, Refund, Step, TakeBack};
 use std::{
     fmt,
@@ -146,68 +147,77 @@ impl Local {
     /// policies have room.
     pub(crate) fn acquire(&self, bill: &mut Bill, now_us: u64, mode: Mode) -> bool {
         let Bill { charges, rules } = bill;
-        let admitted = match (charges.first(), charges.last()) {
-            // Nearly all requests are counted in one space, and nothing has to be put in a list for
-            // them.
-            (Some(first), Some(last)) if first.space == last.space => {
-                self.decide(&mut [self.hold(charges)], rules, now_us, mode)
-            }
-            _ => self.decide(&mut self.hold_all(charges), rules, now_us, mode),
-        };
+        let case = Case { policies: &self.policies, rules, now_us };
+        let admitted = self.decide(&case, charges, mode == Mode::Charge);
         for charge in charges {
             self.spaces[charge.space()].sweep(now_us);
         }
         admitted
     }
 
-    #[inline(always)]
-    fn decide(&self, held: &mut [Held<'_>], rules: &[Rule], now_us: u64, mode: Mode) -> bool {
-        let mut charging = mode == Mode::Charge;
-        if charging && held.iter().any(|held| held.slot.is_none()) {
-            // Who is new takes up no room before it is admitted.
-            charging = self.step(held, rules, now_us, Decide::new(false)).admitted;
-            if charging {
-                held.iter_mut().for_each(|held| held.enter(now_us));
-            }
+    /// Decides the charges of the first space, and under its lock those of all that follow. Charges
+    /// are made as soon as there is room, so that nearly all are looked at only once, and taken back
+    /// if there is none for a later one.
+    fn decide(&self, case: &Case<'_>, charges: &mut [Charge], charging: bool) -> bool {
+        let Some((charges, rest)) = split_first_space(charges) else {
+            return true;
+        };
+        let mut held = self.hold(&charges[0]);
+        let Some(slot) = held.slot else {
+            return self.decide_new(held, case, charges, rest, charging);
+        };
+        let mut decide = Decide::new(charging);
+        held.shard.step(slot, case, charges, &mut decide);
+        let mut admitted = decide.admitted;
+        if !rest.is_empty() {
+            admitted &= self.decide(case, rest, charging && admitted);
         }
-        let decided = self.step(held, rules, now_us, Decide::new(charging));
-        if charging && !decided.admitted {
-            self.step(held, rules, now_us, TakeBack);
+        if charging && !admitted {
+            held.shard.step(slot, case, charges, &mut TakeBack);
         }
-        for held in held {
-            held.shard.limit_logs(held.fingerprint, now_us);
-        }
-        decided.admitted
+        held.shard.limit_logs(held.fingerprint, case.now_us);
+        admitted
     }
 
-    /// Takes a step on all charges, one after the other.
-    #[inline(always)]
-    fn step<S: Step>(&self, held: &mut [Held<'_>], rules: &[Rule], now_us: u64, mut step: S) -> S {
-        for Held { shard, slot, charges, .. } in held {
-            let Shard { table, rings, earliest_fresh_us, .. } = &mut **shard;
-            let mut entry = slot.map(|slot| table.state_mut(slot));
-            for charge in &mut **charges {
-                let Entry { rule, field } = &self.policies[charge.policy()];
-                let rule = charge.rule(rules).unwrap_or(rule);
-                let entry = entry.as_deref_mut();
-                let kept = field.step(entry, rule, rings, now_us, charge, &mut step);
-                if let Some(fresh_at_us) = kept {
-                    *earliest_fresh_us = (*earliest_fresh_us).min(fresh_at_us);
-                }
-            }
+    /// The same for one who has no entry in the first space, and gets none before it is admitted.
+    #[cold]
+    fn decide_new(
+        &self,
+        mut held: Held<'_>,
+        case: &Case<'_>,
+        charges: &mut [Charge],
+        rest: &mut [Charge],
+        charging: bool,
+    ) -> bool {
+        let mut decide = Decide::new(false);
+        case.step(&mut held.shard.table.new_state(), &mut Rings::new(), charges, &mut decide);
+        let mut admitted = decide.admitted;
+        admitted &= self.decide(case, rest, charging && admitted);
+        if charging && admitted && charges.iter().any(|charge| charge.cost > 0) {
+            let slot = held.shard.insert(held.fingerprint, case.now_us);
+            held.shard.step(slot, case, charges, &mut Decide::new(true));
+            held.shard.limit_logs(held.fingerprint, case.now_us);
         }
-        step
+        admitted
     }
 
     /// Gives back what a bill was charged at `spent_us`.
     pub(crate) fn refund(&self, bill: &mut Bill, now_us: u64, spent_us: u64) {
-        let mut held = self.hold_all(&mut bill.charges);
-        self.step(&mut held, &bill.rules, now_us, Refund { spent_us });
+        let case = Case { policies: &self.policies, rules: &bill.rules, now_us };
+        let mut rest = &mut bill.charges[..];
+        while let Some((charges, others)) = split_first_space(rest) {
+            let mut held = self.hold(&charges[0]);
+            if let Some(slot) = held.slot {
+                held.shard.step(slot, &case, charges, &mut Refund { spent_us });
+            }
+            rest = others;
+        }
     }
 
     /// Forgets all that is known of those whom a bill is for.
-    pub(crate) fn reset(&self, bill: &mut Bill) {
-        for held in &mut self.hold_all(&mut bill.charges) {
+    pub(crate) fn reset(&self, bill: &Bill) {
+        for charge in &bill.charges {
+            let mut held = self.hold(charge);
             if let Some(slot) = held.slot {
                 held.shard.remove(slot);
             }
@@ -220,20 +230,13 @@ impl Local {
         shards.map(|shard| shard.0.lock().table.len()).sum()
     }
 
-    /// Locks the shards of a bill's charges and finds their entries. Everybody locks in the order
-    /// of the spaces, and no two shards of one space, so nobody waits for each other in a circle.
-    fn hold_all<'a>(&'a self, charges: &'a mut [Charge]) -> SmallVec<[Held<'a>; 4]> {
-        let spaces = charges.chunk_by_mut(|one, next| one.space == next.space);
-        spaces.map(|charges| self.hold(charges)).collect()
-    }
-
-    /// Locks the shard of all charges of one space.
+    /// Locks the shard of a charge and finds the entry. Everybody locks in the order of the spaces,
+    /// and no two shards of one space, so nobody waits for each other in a circle.
     #[inline(always)]
-    fn hold<'a>(&'a self, charges: &'a mut [Charge]) -> Held<'a> {
-        let Charge { space, fingerprint, .. } = charges[0];
-        let shard = self.spaces[space as usize].shard(fingerprint).0.lock();
-        let slot = shard.table.find(fingerprint).ok();
-        Held { shard, slot, fingerprint, charges }
+    fn hold(&self, charge: &Charge) -> Held<'_> {
+        let fingerprint = charge.fingerprint;
+        let shard = self.spaces[charge.space()].shard(fingerprint).0.lock();
+        Held { slot: shard.table.find(fingerprint).ok(), shard, fingerprint }
     }
 }
 
@@ -243,21 +246,56 @@ impl fmt::Debug for Local {
     }
 }
 
-/// A locked shard with the place of one who is counted in it, and what they are to be charged there.
+/// The charges of the first space, and those that follow.
+#[inline(always)]
+fn split_first_space(charges: &mut [Charge]) -> Option<(&mut [Charge], &mut [Charge])> {
+    let space = charges.first()?.space;
+    let end = charges.iter().position(|charge| charge.space != space).unwrap_or(charges.len());
+    Some(charges.split_at_mut(end))
+}
+
+/// A locked shard with the place of one who is counted in it.
 struct Held<'a> {
     shard: MutexGuard<'a, Shard>,
     slot: Option<usize>,
     fingerprint: Fingerprint,
-    charges: &'a mut [Charge],
 }
 
-impl Held<'_> {
-    /// Gives one who is new an entry, unless all is free.
-    #[cold]
-    fn enter(&mut self, now_us: u64) {
-        if self.slot.is_none() && self.charges.iter().any(|charge| charge.cost > 0) {
-            self.slot = Some(self.shard.insert(self.fingerprint, now_us));
+/// What a request is to be held against, and when.
+struct Case<'a> {
+    policies: &'a [Entry],
+    rules: &'a [Rule],
+    now_us: u64,
+}
+
+impl Case<'_> {
+    /// Takes the same step on each charge of one entry. Returns from when on one of its states can
+    /// be forgotten.
+    #[inline(always)]
+    fn step(
+        &self,
+        entry: &mut [u64],
+        rings: &mut Rings,
+        charges: &mut [Charge],
+        step: &mut impl Step,
+    ) -> u64 {
+        let mut earliest_fresh_us = u64::MAX;
+        for charge in charges {
+            let Entry { rule, field } = &self.policies[charge.policy()];
+            let rule = charge.rule(self.rules).unwrap_or(rule);
+            if let Some(fresh_at_us) = field.step(entry, rule, rings, self.now_us, charge, step) {
+                earliest_fresh_us = earliest_fresh_us.min(fresh_at_us);
+            }
         }
+        earliest_fresh_us
+    }
+}
+
+impl Shard {
+    #[inline(always)]
+    fn step(&mut self, slot: usize, case: &Case<'_>, charges: &mut [Charge], step: &mut impl Step) {
+        let fresh_at_us = case.step(self.table.state_mut(slot), &mut self.rings, charges, step);
+        self.earliest_fresh_us = self.earliest_fresh_us.min(fresh_at_us);
     }
 }
 

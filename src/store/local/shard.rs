@@ -1,7 +1,7 @@
 //! A shard: a table with its bounds, and what is forgotten when they are reached.
 
 use super::{rings::Rings, state::Field, table::Table};
-use crate::store::Fingerprint;
+use crate::key::Fingerprint;
 
 pub(super) struct Shard {
     pub(super) table: Table,

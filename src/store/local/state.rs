@@ -2,7 +2,8 @@
 //! them.
 //!
 //! The first word of every state is the instant from which on it equals that of a key never seen,
-//! or a later one. So a table can be swept without knowing what it holds.
+//! or a later one. So a table can be swept without knowing what it holds. A state of zeros is one
+//! that was never charged, whatever the algorithm.
 
 use super::rings::{RingId, Rings};
 use crate::{
@@ -18,15 +19,12 @@ pub(super) struct Field {
     words: Range<usize>,
 }
 
-/// The most words that a state has.
-const WIDEST: usize = 5;
-
 impl Field {
     /// A field behind `offset` words. A meter whose quota `varies` from request to request has to
     /// remember at which pace it was counted; the others carry all that they need.
     pub(super) fn new(offset: usize, kind: Kind, varies: bool) -> Self {
         let width = match kind {
-            Kind::TokenBucket | Kind::LeakyBucket(_) if varies => WIDEST,
+            Kind::TokenBucket | Kind::LeakyBucket(_) if varies => 5,
             Kind::TokenBucket | Kind::LeakyBucket(_) | Kind::FixedWindow(_) | Kind::SlidingLog => 2,
             Kind::SlidingWindow => 4,
         };
@@ -49,24 +47,18 @@ impl Field {
     }
 
     /// Brings the state of an entry to the present and takes a step on it, whatever the algorithm.
-    /// No entry is a key never seen. If the state has to be kept, it is put back; then this returns
-    /// from when on it can be forgotten.
+    /// If the state has to be kept, it is put back; then this returns from when on it can be forgotten.
     #[inline(always)]
     pub(super) fn step(
         &self,
-        entry: Option<&mut [u64]>,
+        entry: &mut [u64],
         rule: &Rule,
         rings: &mut Rings,
         now_us: u64,
         charge: &mut Charge,
         step: &mut impl Step,
     ) -> Option<u64> {
-        // A state of zeros is one that was never charged, whatever the algorithm.
-        let mut new = [0; WIDEST];
-        let words = match entry {
-            Some(entry) => &mut entry[self.words.clone()],
-            None => &mut new[..self.words.len()],
-        };
+        let words = &mut entry[self.words.clone()];
         let keep = match rule {
             Rule::Meter(meter) => step_on_words(meter, words, now_us, charge, step),
             Rule::FixedWindow(window) => step_on_words(window, words, now_us, charge, step),
@@ -154,6 +146,7 @@ impl Step for Decide {
 }
 
 impl Step for TakeBack {
+    #[cold]
     fn take<A: Algorithm>(
         &mut self,
         algorithm: &A,
@@ -161,13 +154,13 @@ impl Step for TakeBack {
         now_us: u64,
         charge: &mut Charge,
     ) -> bool {
-        let Answer { charged, remaining, .. } = charge.answer;
+        let answer = &mut charge.answer;
+        let charged = std::mem::take(&mut answer.charged);
         if charged {
             algorithm.take_back(state, now_us, charge.cost);
-            let remaining = remaining + charge.cost;
-            let reset_us = algorithm.reset(state, now_us, remaining);
-            let verdict = Verdict::Admitted;
-            charge.answer = Answer { verdict, remaining, reset_us, queued: None, charged: false };
+            answer.remaining += charge.cost;
+            answer.reset_us = algorithm.reset(state, now_us, answer.remaining);
+            answer.queued = None;
         }
         charged
     }
@@ -216,20 +209,20 @@ fn step_on_words<A: InWords>(
 impl InWords for Meter {
     #[inline(always)]
     fn read(&self, words: &[u64], now_us: u64) -> (Self::State, bool) {
-        let mut state = Self::State { empty_at_us: words[0], spare: words[1] };
-        let taken_over = match *words {
-            [_, _, tick_us, drops_per_tick, drops_per_unit] if tick_us > 0 => {
+        match *words {
+            [empty_at_us, spare, tick_us, drops_per_tick, drops_per_unit] if tick_us > 0 => {
                 let pace = Pace { tick_us, drops_per_tick, drops_per_unit };
-                self.take_over(&mut state, pace, now_us)
+                let mut state = pace.state(empty_at_us, spare);
+                let taken_over = self.take_over(&mut state, pace, now_us);
+                (state, taken_over)
             }
-            _ => false,
-        };
-        (state, taken_over)
+            _ => (self.pace().state(words[0], words[1]), false),
+        }
     }
 
     #[inline(always)]
     fn write(&self, state: &Self::State, words: &mut [u64]) {
-        (words[0], words[1]) = (state.empty_at_us, state.spare);
+        (words[0], words[1]) = self.to_words(state);
         if let [_, _, tick_us, drops_per_tick, drops_per_unit] = words {
             let pace = self.pace();
             *tick_us = pace.tick_us;

@@ -8,7 +8,8 @@
 //! ends at the first larger fingerprint, and growing, shrinking and sweeping are one pass from the
 //! left to the right.
 
-use crate::store::Fingerprint;
+use crate::key::Fingerprint;
+use smallvec::SmallVec;
 
 /// Entries are at most this share of the homes, as a fraction.
 const MAX_LOAD: (usize, usize) = (7, 8);
@@ -45,20 +46,25 @@ impl Table {
     /// The slot of an entry, or the one where it would have to be.
     #[inline]
     pub(super) fn find(&self, wanted: Fingerprint) -> Result<usize, usize> {
-        let home = home(wanted, self.homes);
-        for (displaced, entry) in
-            self.words[home * self.width..].chunks_exact(self.width).enumerate()
-        {
+        let mut slot = home(wanted, self.homes);
+        // The last slot is always empty; only a table without any has no slot to end the search.
+        while let Some(entry) = self.words.get(slot * self.width..).and_then(<[u64]>::first_chunk) {
             let found = fingerprint(entry);
             if found == wanted {
-                return Ok(home + displaced);
+                return Ok(slot);
             }
             if found == Fingerprint::NOBODY || found > wanted {
-                return Err(home + displaced);
+                break;
             }
+            slot += 1;
         }
-        // Only a table without any slots has no empty one at its end.
-        Err(0)
+        Err(slot)
+    }
+
+    /// The state of one who has no entry yet.
+    #[cold]
+    pub(super) fn new_state(&self) -> SmallVec<[u64; 8]> {
+        SmallVec::from_elem(0, self.width - FINGERPRINT)
     }
 
     /// The state of the entry in `slot`.
@@ -74,7 +80,7 @@ impl Table {
 
     /// Whose entry is in `slot`.
     pub(super) fn fingerprint(&self, slot: usize) -> Option<Fingerprint> {
-        let found = fingerprint(&self.words[slot * self.width..]);
+        let found = fingerprint(self.words[slot * self.width..].first_chunk()?);
         (found != Fingerprint::NOBODY).then_some(found)
     }
 
@@ -155,7 +161,8 @@ impl Table {
         let mut words = vec![0; slots * self.width];
         let mut next = 0;
         for entry in self.words.chunks_exact(self.width) {
-            let fingerprint = fingerprint(entry);
+            let Some(entry_of) = entry.first_chunk() else { continue };
+            let fingerprint = fingerprint(entry_of);
             if fingerprint == Fingerprint::NOBODY {
                 continue;
             }
@@ -174,8 +181,8 @@ impl Table {
 
 /// Whose entry it is.
 #[inline]
-fn fingerprint(entry: &[u64]) -> Fingerprint {
-    Fingerprint { upper: entry[0], lower: entry[1] }
+fn fingerprint(&[upper, lower]: &[u64; FINGERPRINT]) -> Fingerprint {
+    Fingerprint { upper, lower }
 }
 
 /// Where an entry stands in a table of `homes` homes if nobody is in its way.
