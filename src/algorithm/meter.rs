@@ -23,9 +23,8 @@ pub(crate) struct Meter {
     burst: u64,
     /// How many drops may be in it at all: the burst, and for a shaping bucket its queue.
     capacity: u64,
-    /// How many drops it may seem to hold while the clock is behind: what drains in twice the time
-    /// that a full bucket takes to run empty.
-    overfull: u64,
+    /// How many ticks a full bucket takes to run empty.
+    full_ticks: i64,
     /// The allotment that clients are told: units, and the microseconds in which they come back.
     shown: (u64, u64),
 }
@@ -100,8 +99,7 @@ impl Meter {
         } else {
             (quota.limit(), period_us)
         };
-        let overfull = 2 * fill_ticks * pace.drops_per_tick;
-        Ok(Self { pace, burst: burst as u64, capacity, overfull, shown })
+        Ok(Self { pace, burst: burst as u64, capacity, full_ticks: fill_ticks as i64, shown })
     }
 
     pub(crate) const fn pace(&self) -> Pace {
@@ -133,6 +131,7 @@ impl Meter {
     /// Takes over a state that was counted at another pace, before its quota changed: what was used
     /// stays used, up to the capacity. Returns whether there was anything to take over; then the
     /// state has to be kept like one that [`settle`](Algorithm::settle) re-anchored.
+    #[inline(never)]
     pub(crate) fn take_over(&self, state: &mut State, pace: Pace, now_us: u64) -> bool {
         if pace == self.pace {
             return false;
@@ -164,11 +163,14 @@ impl Algorithm for Meter {
     #[inline]
     fn settle(&self, state: &mut State, now_us: u64) -> bool {
         let tick = self.pace.ticks(now_us) as i64;
-        let drained = (tick - state.tick).saturating_mul(self.pace.drops_per_tick as i64);
-        let level = state.level.saturating_sub(drained).max(0);
         // No bucket takes longer than a full one to run empty. Twice as long is a clock that
-        // stepped back by less than a full refill, and then the bucket just waits for it.
-        let stepped_back = level as u64 > self.overfull;
+        // stepped back by less than a full refill, and then the bucket just waits for it. So no
+        // longer time makes a difference, and the product stays small.
+        let longest = 2 * self.full_ticks;
+        let elapsed = (tick - state.tick).clamp(-longest - 1, longest + 1);
+        let drops_per_tick = self.pace.drops_per_tick as i64;
+        let level = (state.level - elapsed * drops_per_tick).max(0);
+        let stepped_back = level > longest * drops_per_tick;
         *state = State { tick, level: if stepped_back { self.capacity as i64 } else { level } };
         stepped_back
     }
@@ -201,9 +203,18 @@ impl Algorithm for Meter {
     }
 
     #[inline]
+    fn reset(&self, state: &State, now_us: u64, remaining: u64) -> u64 {
+        let drops = (remaining + 1) * self.pace.drops_per_unit;
+        if drops > self.capacity {
+            return 0;
+        }
+        self.time_to_drain(state, now_us, (state.level() + drops).saturating_sub(self.capacity))
+    }
+
+    #[inline]
     fn queued(&self, state: &State, now_us: u64, cost: u64) -> Option<Queued> {
-        // Most meters have no queue.
-        if self.capacity == self.burst {
+        // Most meters have no queue, and no request is delayed by a bucket within its burst.
+        if state.level() <= self.burst {
             return None;
         }
         match self.delay(state, now_us) {

@@ -54,17 +54,16 @@ use std::{
 /// keyed hash of it.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Key {
-    /// A sequence of parts, each one self-delimiting: a tag, then bytes of a length that the tag
-    /// fixes or that comes first. No encoding is a prefix of another, so a tuple is its parts
-    /// behind their number.
-    encoded: SmallVec<[u8; INLINE]>,
+    tag: Tag,
+    /// The bytes of the value. A tuple's are the number of its parts, then each part's encoding.
+    content: SmallVec<[u8; INLINE]>,
 }
 
-/// Keys up to this many bytes, encoded, need no allocation.
+/// Contents up to this many bytes need no allocation.
 const INLINE: usize = 48;
 
-/// What a part of a key holds; the first byte of its encoding.
-#[derive(Clone, Copy)]
+/// What a key is made from; the first byte of its encoding.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 enum Tag {
     Bytes = 1,
@@ -78,10 +77,13 @@ enum Tag {
     Bool = 9,
 }
 
+/// The least number above all tags.
+const TAGS: usize = Tag::Bool as usize + 1;
+
 impl Key {
     /// The key that requests without one share, where a policy says so. No value makes it.
     pub(crate) fn missing() -> Self {
-        Self::fixed(Tag::Missing, &[])
+        Self::new(Tag::Missing, &[])
     }
 
     /// A key of several keys, in order.
@@ -92,70 +94,49 @@ impl Key {
         I::IntoIter: ExactSizeIterator,
     {
         let parts = parts.into_iter();
-        let mut key = Self::fixed(Tag::Tuple, &[]);
-        key.push_length(parts.len());
+        let mut content = SmallVec::new();
+        push_length(&mut content, parts.len());
         for part in parts {
-            key.encoded.extend_from_slice(&part.encoded);
+            part.encode(&mut content);
         }
-        key
-    }
-
-    /// The encoding, for hashing.
-    #[inline]
-    pub(crate) fn encoded(&self) -> &[u8] {
-        &self.encoded
+        Self { tag: Tag::Tuple, content }
     }
 
     #[inline]
-    fn fixed(tag: Tag, bytes: &[u8]) -> Self {
-        let mut encoded = SmallVec::new();
-        encoded.push(tag as u8);
-        encoded.extend_from_slice(bytes);
-        Self { encoded }
+    fn new(tag: Tag, bytes: &[u8]) -> Self {
+        Self { tag, content: SmallVec::from_slice(bytes) }
     }
 
-    #[inline]
-    fn delimited(tag: Tag, bytes: &[u8]) -> Self {
-        // The common short ones are put together where they stay, without growing anything.
-        if bytes.len() <= INLINE - 2 {
-            let length = 2 + bytes.len();
-            let mut key = Self { encoded: SmallVec::from_buf_and_len([0; INLINE], length) };
-            key.encoded[0] = tag as u8;
-            key.encoded[1] = bytes.len() as u8;
-            key.encoded[2..].copy_from_slice(bytes);
-            return key;
+    /// Appends an encoding that tells where it ends, so that none is a prefix of another: the tag,
+    /// then bytes of a length that the tag fixes or that comes first.
+    fn encode(&self, out: &mut SmallVec<[u8; INLINE]>) {
+        out.push(self.tag as u8);
+        if matches!(self.tag, Tag::Bytes | Tag::Text) {
+            push_length(out, self.content.len());
         }
-        Self::long(tag, bytes)
+        out.extend_from_slice(&self.content);
     }
+}
 
-    #[cold]
-    fn long(tag: Tag, bytes: &[u8]) -> Self {
-        let mut key = Self::fixed(tag, &[]);
-        key.push_length(bytes.len());
-        key.encoded.extend_from_slice(bytes);
-        key
+/// Appends a length in seven bits a byte, lowest first; the eighth bit says that more follow.
+fn push_length(out: &mut SmallVec<[u8; INLINE]>, mut length: usize) {
+    while length >= 0x80 {
+        out.push((length & 0x7f) as u8 | 0x80);
+        length >>= 7;
     }
-
-    /// A length in seven bits a byte, lowest first; the eighth bit says that more follow.
-    fn push_length(&mut self, mut length: usize) {
-        while length >= 0x80 {
-            self.encoded.push((length & 0x7f) as u8 | 0x80);
-            length >>= 7;
-        }
-        self.encoded.push(length as u8);
-    }
+    out.push(length as u8);
 }
 
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Key").field("len", &self.encoded.len()).finish_non_exhaustive()
+        f.debug_struct("Key").field("len", &self.content.len()).finish_non_exhaustive()
     }
 }
 
 impl From<&str> for Key {
     #[inline]
     fn from(text: &str) -> Self {
-        Self::delimited(Tag::Text, text.as_bytes())
+        Self::new(Tag::Text, text.as_bytes())
     }
 }
 
@@ -174,24 +155,28 @@ impl From<String> for Key {
 }
 
 impl From<&[u8]> for Key {
+    #[inline]
     fn from(bytes: &[u8]) -> Self {
-        Self::delimited(Tag::Bytes, bytes)
+        Self::new(Tag::Bytes, bytes)
     }
 }
 
 impl<const N: usize> From<[u8; N]> for Key {
+    #[inline]
     fn from(bytes: [u8; N]) -> Self {
-        Self::delimited(Tag::Bytes, &bytes)
+        Self::new(Tag::Bytes, &bytes)
     }
 }
 
 impl From<u64> for Key {
+    #[inline]
     fn from(number: u64) -> Self {
-        Self::fixed(Tag::Number, &number.to_be_bytes())
+        Self::new(Tag::Number, &number.to_be_bytes())
     }
 }
 
 impl From<u32> for Key {
+    #[inline]
     fn from(number: u32) -> Self {
         Self::from(u64::from(number))
     }
@@ -199,31 +184,36 @@ impl From<u32> for Key {
 
 /// For identifiers of 128 bits, such as UUIDs.
 impl From<u128> for Key {
+    #[inline]
     fn from(number: u128) -> Self {
-        Self::fixed(Tag::Wide, &number.to_be_bytes())
+        Self::new(Tag::Wide, &number.to_be_bytes())
     }
 }
 
 impl From<bool> for Key {
+    #[inline]
     fn from(value: bool) -> Self {
-        Self::fixed(Tag::Bool, &[u8::from(value)])
+        Self::new(Tag::Bool, &[u8::from(value)])
     }
 }
 
 impl From<Ipv4Addr> for Key {
+    #[inline]
     fn from(address: Ipv4Addr) -> Self {
-        Self::fixed(Tag::V4, &address.octets())
+        Self::new(Tag::V4, &address.octets())
     }
 }
 
 impl From<Ipv6Addr> for Key {
+    #[inline]
     fn from(address: Ipv6Addr) -> Self {
-        Self::fixed(Tag::V6, &address.octets())
+        Self::new(Tag::V6, &address.octets())
     }
 }
 
 /// An IPv6 address that maps an IPv4 one is that IPv4 address.
 impl From<IpAddr> for Key {
+    #[inline]
     fn from(address: IpAddr) -> Self {
         match address.to_canonical() {
             IpAddr::V4(address) => Self::from(address),
@@ -348,8 +338,12 @@ mod tests {
 
         #[test]
         fn no_encoding_is_a_prefix_of_another(a in value(), b in value()) {
-            let (a, b) = (a.key(), b.key());
-            prop_assert!(a == b || !a.encoded().starts_with(b.encoded()));
+            let encoding = |value: &Value| {
+                let mut encoding = SmallVec::new();
+                value.key().encode(&mut encoding);
+                encoding
+            };
+            prop_assert!(a == b || !encoding(&a).starts_with(&encoding(&b)));
         }
     }
 

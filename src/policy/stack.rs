@@ -245,25 +245,26 @@ impl<R: ?Sized + 'static> Stack<R> {
     }
 
     /// What the policies said to a bill, in the order of the stack.
+    #[inline]
     pub(crate) fn outcomes(&self, bill: &Bill) -> Outcomes {
-        // Pushed one by one, they are written where the caller wants them and never moved.
-        let mut outcomes = Outcomes::new();
-        for charge in &bill.charges {
+        let outcome = |charge: &Charge| {
             let entry = &self.entries[charge.policy()];
-            outcomes.push(Outcome {
+            Outcome {
                 policy: entry.name,
                 quota: charge.rule(&bill.rules).map_or(entry.allotment, Rule::allotment),
                 remaining: charge.answer.remaining,
                 cost: charge.cost,
                 reset_us: charge.answer.reset_us,
                 verdict: charge.answer.verdict,
-            });
-        }
+            }
+        };
         if self.spaces.len() > 1 {
             // The bill is in the order of the spaces.
+            let mut outcomes: Outcomes = bill.charges.iter().map(outcome).collect();
             outcomes.sort_by_key(|outcome| self.position(outcome.policy));
+            return outcomes;
         }
-        outcomes
+        bill.charges.iter().map(outcome).collect()
     }
 }
 

@@ -149,8 +149,8 @@ impl Local {
         let Bill { charges, rules } = bill;
         let case = Case { policies: &self.policies, rules, now_us };
         let admitted = self.decide(&case, charges, mode == Mode::Charge);
-        for charge in charges {
-            self.spaces[charge.space()].sweep(now_us);
+        for space in &self.spaces {
+            space.sweep(now_us);
         }
         admitted
     }
@@ -158,6 +158,7 @@ impl Local {
     /// Decides the charges of the first space, and under its lock those of all that follow. Charges
     /// are made as soon as there is room, so that nearly all are looked at only once, and taken back
     /// if there is none for a later one.
+    #[inline(always)]
     fn decide(&self, case: &Case<'_>, charges: &mut [Charge], charging: bool) -> bool {
         let Some((charges, rest)) = split_first_space(charges) else {
             return true;
@@ -170,13 +171,18 @@ impl Local {
         held.shard.step(slot, case, charges, &mut decide);
         let mut admitted = decide.admitted;
         if !rest.is_empty() {
-            admitted &= self.decide(case, rest, charging && admitted);
+            admitted &= self.decide_rest(case, rest, charging && admitted);
         }
         if charging && !admitted {
-            held.shard.step(slot, case, charges, &mut TakeBack);
+            held.shard.take_back(slot, case, charges);
         }
         held.shard.limit_logs(held.fingerprint, case.now_us);
         admitted
+    }
+
+    #[inline(never)]
+    fn decide_rest(&self, case: &Case<'_>, charges: &mut [Charge], charging: bool) -> bool {
+        self.decide(case, charges, charging)
     }
 
     /// The same for one who has no entry in the first space, and gets none before it is admitted.
@@ -192,7 +198,7 @@ impl Local {
         let mut decide = Decide::new(false);
         case.step(&mut held.shard.table.new_state(), &mut Rings::new(), charges, &mut decide);
         let mut admitted = decide.admitted;
-        admitted &= self.decide(case, rest, charging && admitted);
+        admitted &= self.decide_rest(case, rest, charging && admitted);
         if charging && admitted && charges.iter().any(|charge| charge.cost > 0) {
             let slot = held.shard.insert(held.fingerprint, case.now_us);
             held.shard.step(slot, case, charges, &mut Decide::new(true));
@@ -249,8 +255,13 @@ impl fmt::Debug for Local {
 /// The charges of the first space, and those that follow.
 #[inline(always)]
 fn split_first_space(charges: &mut [Charge]) -> Option<(&mut [Charge], &mut [Charge])> {
-    let space = charges.first()?.space;
-    let end = charges.iter().position(|charge| charge.space != space).unwrap_or(charges.len());
+    let (first, last) = (charges.first()?.space, charges.last()?.space);
+    // Nearly all requests are counted in one space.
+    let end = if first == last {
+        charges.len()
+    } else {
+        charges.partition_point(|charge| charge.space == first)
+    };
     Some(charges.split_at_mut(end))
 }
 
@@ -292,6 +303,11 @@ impl Case<'_> {
 }
 
 impl Shard {
+    #[cold]
+    fn take_back(&mut self, slot: usize, case: &Case<'_>, charges: &mut [Charge]) {
+        self.step(slot, case, charges, &mut TakeBack);
+    }
+
     #[inline(always)]
     fn step(&mut self, slot: usize, case: &Case<'_>, charges: &mut [Charge], step: &mut impl Step) {
         let fresh_at_us = case.step(self.table.state_mut(slot), &mut self.rings, charges, step);

@@ -7,7 +7,7 @@
 
 use super::rings::{RingId, Rings};
 use crate::{
-    algorithm::{Algorithm, FixedWindow, Meter, Pace, SlidingWindow},
+    algorithm::{Algorithm, FixedWindow, Meter, Pace, SlidingLog, SlidingWindow},
     decision::Verdict,
     store::{Answer, Charge, Kind, Rule},
 };
@@ -63,19 +63,7 @@ impl Field {
             Rule::Meter(meter) => step_on_words(meter, words, now_us, charge, step),
             Rule::FixedWindow(window) => step_on_words(window, words, now_us, charge, step),
             Rule::SlidingWindow(window) => step_on_words(window, words, now_us, charge, step),
-            Rule::SlidingLog(log) => {
-                let mut id = RingId::from_word(words[1]);
-                let keep = rings.update(&mut id, |ring| {
-                    let moved = log.settle(ring, now_us);
-                    let keep = step.take(log, ring, now_us, charge) | moved;
-                    if keep {
-                        words[0] = log.fresh_at(ring);
-                    }
-                    keep
-                });
-                words[1] = id.to_word();
-                keep
-            }
+            Rule::SlidingLog(log) => step_on_ring(log, words, rings, now_us, charge, step),
         };
         keep.then(|| words[0])
     }
@@ -206,17 +194,43 @@ fn step_on_words<A: InWords>(
     keep
 }
 
+/// The same for a log, whose ring is found by the second word.
+#[inline(never)]
+fn step_on_ring(
+    log: &SlidingLog,
+    words: &mut [u64],
+    rings: &mut Rings,
+    now_us: u64,
+    charge: &mut Charge,
+    step: &mut impl Step,
+) -> bool {
+    let mut id = RingId::from_word(words[1]);
+    let keep = rings.update(&mut id, |ring| {
+        let moved = log.settle(ring, now_us);
+        let keep = step.take(log, ring, now_us, charge) | moved;
+        if keep {
+            words[0] = log.fresh_at(ring);
+        }
+        keep
+    });
+    words[1] = id.to_word();
+    keep
+}
+
 impl InWords for Meter {
     #[inline(always)]
     fn read(&self, words: &[u64], now_us: u64) -> (Self::State, bool) {
-        match *words {
-            [empty_at_us, spare, tick_us, drops_per_tick, drops_per_unit] if tick_us > 0 => {
+        let [empty_at_us, spare, ref pace @ ..] = *words else {
+            unreachable!("the words of a meter");
+        };
+        match *pace {
+            [tick_us, drops_per_tick, drops_per_unit] if tick_us > 0 => {
                 let pace = Pace { tick_us, drops_per_tick, drops_per_unit };
                 let mut state = pace.state(empty_at_us, spare);
                 let taken_over = self.take_over(&mut state, pace, now_us);
                 (state, taken_over)
             }
-            _ => (self.pace().state(words[0], words[1]), false),
+            _ => (self.pace().state(empty_at_us, spare), false),
         }
     }
 
