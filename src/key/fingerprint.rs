@@ -1,6 +1,6 @@
 //! Fingerprints: keyed hashes in place of keys.
 
-use super::{Key, KeyError, KeyExtractor, TAGS};
+use super::{Key, KeyError, KeyExtractor};
 use std::{
     borrow::Cow,
     hash::{BuildHasher, RandomState},
@@ -16,11 +16,7 @@ pub(crate) struct Fingerprint {
 
 /// What makes the fingerprints of a stack its own: 128 bits, so that no two callers ever share a
 /// budget by chance, under a secret, so that none can do so on purpose.
-pub(crate) struct Secret {
-    hash: [u8; 192],
-    /// Tells keys apart that differ only in what they are made from.
-    tags: [u128; TAGS],
-}
+pub(crate) struct Secret([u8; 192]);
 
 /// An extractor as a stack uses it. The key never leaves the function that makes and hashes it, so
 /// that a request's key is not moved from place to place.
@@ -48,19 +44,16 @@ impl Secret {
     /// random numbers, and SipHash spreads such a seed over as many bytes as are needed.
     pub(crate) fn random() -> Self {
         let random = RandomState::new();
-        let mut next = 0_u64..;
-        let mut word = || random.hash_one(next.next());
-        let mut hash = [0; 192];
-        for bytes in hash.chunks_exact_mut(8) {
-            bytes.copy_from_slice(&word().to_ne_bytes());
+        let mut secret = [0; 192];
+        for (index, bytes) in secret.chunks_exact_mut(8).enumerate() {
+            bytes.copy_from_slice(&random.hash_one(index).to_ne_bytes());
         }
-        let tags = std::array::from_fn(|_| u128::from(word()) << 64 | u128::from(word()));
-        Self { hash, tags }
+        Self(secret)
     }
 
     #[inline]
     pub(crate) fn fingerprint(&self, key: &Key) -> Fingerprint {
-        let hash = xxh3_128_with_secret(&key.content, &self.hash) ^ self.tags[key.tag as usize];
+        let hash = key.with_bytes(|bytes| xxh3_128_with_secret(bytes, &self.0));
         let mut fingerprint = Fingerprint::from(hash);
         if fingerprint == Fingerprint::NOBODY {
             fingerprint.lower = 1;

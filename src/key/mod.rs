@@ -53,17 +53,26 @@ use std::{
 /// A key may hold a secret, so its [`Debug`] form tells only its length, and stores see only a
 /// keyed hash of it.
 #[derive(Clone, PartialEq, Eq, Hash)]
-pub struct Key {
-    tag: Tag,
-    /// The bytes of the value. A tuple's are the number of its parts, then each part's encoding.
-    content: SmallVec<[u8; INLINE]>,
+pub struct Key(Encoding);
+
+/// What a key is made from, in a form to be compared and hashed.
+#[derive(Clone, PartialEq, Eq, Hash)]
+enum Encoding {
+    /// A word with the tag and the length, then the bytes, and zeros behind them: whole words, so
+    /// that the keys of nearly all requests pass from hand to hand in registers.
+    Short([u64; WORDS]),
+    /// The tag, then more bytes than a short key has room for.
+    Long(Box<[u8]>),
 }
 
-/// Contents up to this many bytes need no allocation.
-const INLINE: usize = 48;
+/// The words of a short key.
+const WORDS: usize = 1 + SHORT / 8;
+
+/// Keys of up to this many bytes need no allocation.
+const SHORT: usize = 48;
 
 /// What a key is made from; the first byte of its encoding.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy)]
 #[repr(u8)]
 enum Tag {
     Bytes = 1,
@@ -76,9 +85,6 @@ enum Tag {
     Wide = 8,
     Bool = 9,
 }
-
-/// The least number above all tags.
-const TAGS: usize = Tag::Bool as usize + 1;
 
 impl Key {
     /// The key that requests without one share, where a policy says so. No value makes it.
@@ -94,32 +100,91 @@ impl Key {
         I::IntoIter: ExactSizeIterator,
     {
         let parts = parts.into_iter();
-        let mut content = SmallVec::new();
-        push_length(&mut content, parts.len());
+        let mut encoded = Bytes::new();
+        push_length(&mut encoded, parts.len());
         for part in parts {
-            part.encode(&mut content);
+            part.encode(&mut encoded);
         }
-        Self { tag: Tag::Tuple, content }
+        Self::new(Tag::Tuple, &encoded)
     }
 
     #[inline]
     fn new(tag: Tag, bytes: &[u8]) -> Self {
-        Self { tag, content: SmallVec::from_slice(bytes) }
+        if bytes.len() > SHORT {
+            return Self::long(tag, bytes);
+        }
+        let mut words = [0; WORDS];
+        words[0] = u64::from(tag as u8) | (bytes.len() as u64) << 8;
+        for (index, word) in words[1..].iter_mut().enumerate() {
+            *word = nth_word(bytes, index);
+        }
+        Self(Encoding::Short(words))
+    }
+
+    #[cold]
+    fn long(tag: Tag, bytes: &[u8]) -> Self {
+        Self(Encoding::Long([&[tag as u8], bytes].concat().into()))
+    }
+
+    /// Gives the bytes to be hashed; no two keys have the same.
+    #[inline]
+    pub(crate) fn with_bytes<T>(&self, hash: impl Fn(&[u8]) -> T) -> T {
+        match &self.0 {
+            Encoding::Short(words) => hash(&bytes_of(words)),
+            Encoding::Long(bytes) => hash(bytes),
+        }
     }
 
     /// Appends an encoding that tells where it ends, so that none is a prefix of another: the tag,
-    /// then bytes of a length that the tag fixes or that comes first.
-    fn encode(&self, out: &mut SmallVec<[u8; INLINE]>) {
-        out.push(self.tag as u8);
-        if matches!(self.tag, Tag::Bytes | Tag::Text) {
-            push_length(out, self.content.len());
+    /// the length, and the bytes.
+    fn encode(&self, out: &mut Bytes) {
+        let mut append = |tag, bytes: &[u8]| {
+            out.push(tag);
+            push_length(out, bytes.len());
+            out.extend_from_slice(bytes);
+        };
+        match &self.0 {
+            Encoding::Short(words) => append(words[0] as u8, &bytes_of(words)[8..8 + self.len()]),
+            Encoding::Long(bytes) => append(bytes[0], &bytes[1..]),
         }
-        out.extend_from_slice(&self.content);
+    }
+
+    /// The number of bytes that it was made from.
+    fn len(&self) -> usize {
+        match &self.0 {
+            Encoding::Short(words) => (words[0] >> 8) as usize,
+            Encoding::Long(bytes) => bytes.len() - 1,
+        }
     }
 }
 
+type Bytes = SmallVec<[u8; SHORT]>;
+
+/// Eight bytes as a word, with zeros in place of those beyond the end.
+#[inline]
+fn nth_word(bytes: &[u8], index: usize) -> u64 {
+    let rest = bytes.get(8 * index..).unwrap_or_default();
+    if let Some(word) = rest.first_chunk() {
+        return u64::from_le_bytes(*word);
+    }
+    match bytes.last_chunk() {
+        // The end of a longer text is read in one piece with what is before it.
+        Some(last) if !rest.is_empty() => u64::from_le_bytes(*last) >> (8 * (8 - rest.len())),
+        _ => rest.iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte)),
+    }
+}
+
+#[inline]
+fn bytes_of(words: &[u64; WORDS]) -> [u8; 8 * WORDS] {
+    let mut bytes = [0; 8 * WORDS];
+    for (bytes, word) in bytes.chunks_exact_mut(8).zip(words) {
+        bytes.copy_from_slice(&word.to_le_bytes());
+    }
+    bytes
+}
+
 /// Appends a length in seven bits a byte, lowest first; the eighth bit says that more follow.
-fn push_length(out: &mut SmallVec<[u8; INLINE]>, mut length: usize) {
+fn push_length(out: &mut Bytes, mut length: usize) {
     while length >= 0x80 {
         out.push((length & 0x7f) as u8 | 0x80);
         length >>= 7;
@@ -129,7 +194,7 @@ fn push_length(out: &mut SmallVec<[u8; INLINE]>, mut length: usize) {
 
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Key").field("len", &self.content.len()).finish_non_exhaustive()
+        f.debug_struct("Key").field("len", &self.len()).finish_non_exhaustive()
     }
 }
 
@@ -339,7 +404,7 @@ mod tests {
         #[test]
         fn no_encoding_is_a_prefix_of_another(a in value(), b in value()) {
             let encoding = |value: &Value| {
-                let mut encoding = SmallVec::new();
+                let mut encoding = Bytes::new();
                 value.key().encode(&mut encoding);
                 encoding
             };

@@ -2,7 +2,7 @@
 
 use super::{Condition, Cost, Policy, Quota, QuotaError, QuotaFor};
 use crate::{
-    decision::{Allotment, Outcome, Outcomes, Reason},
+    decision::{Allotment, INLINE_OUTCOMES, Outcome, Outcomes, Reason},
     key::{FindKey, Fingerprint, Key, MissingKey, Secret},
     store::{Answer, Bill, Charge, Kind, Rule, local::Plan},
 };
@@ -258,13 +258,16 @@ impl<R: ?Sized + 'static> Stack<R> {
                 verdict: charge.answer.verdict,
             }
         };
-        if self.spaces.len() > 1 {
-            // The bill is in the order of the spaces.
-            let mut outcomes: Outcomes = bill.charges.iter().map(outcome).collect();
-            outcomes.sort_by_key(|outcome| self.position(outcome.policy));
-            return outcomes;
+        let charges = &bill.charges[..];
+        if charges.len() <= INLINE_OUTCOMES && self.spaces.len() == 1 {
+            // Written where the caller wants them, and never moved.
+            let at = |index: usize| charges.get(index).map_or(Outcome::NONE, outcome);
+            return Outcomes::from_buf_and_len([at(0), at(1), at(2)], charges.len());
         }
-        bill.charges.iter().map(outcome).collect()
+        let mut outcomes: Outcomes = charges.iter().map(outcome).collect();
+        // The bill is in the order of the spaces.
+        outcomes.sort_by_key(|outcome| self.position(outcome.policy));
+        outcomes
     }
 }
 
