@@ -74,8 +74,10 @@ pub(crate) struct Allotment {
     pub(crate) window_us: u64,
 }
 
+pub(crate) type Outcomes = SmallVec<[Outcome; INLINE_OUTCOMES]>;
+
 /// Most stacks are no deeper than this; only deeper ones allocate.
-pub(crate) type Outcomes = SmallVec<[Outcome; 3]>;
+pub(crate) const INLINE_OUTCOMES: usize = 3;
 
 impl Decision {
     /// What each policy that applied said, in the order of the stack.
@@ -197,6 +199,16 @@ impl error::Error for Rejection {
 }
 
 impl Outcome {
+    /// What stands where there is no outcome.
+    pub(crate) const NONE: Self = Self {
+        policy: "",
+        quota: Allotment { limit: 0, window_us: 0 },
+        remaining: 0,
+        cost: 0,
+        reset_us: 0,
+        verdict: Verdict::Never,
+    };
+
     /// The policy's name.
     #[must_use]
     pub const fn policy(&self) -> &'static str {

@@ -2,8 +2,8 @@
 
 use crate::{
     clock::Clock,
-    decision::{Decision, Outcome, Outcomes, Reason, Rejection, Verdict},
-    key::KeyExtractor,
+    decision::{Decision, Outcomes, Reason, Rejection, Verdict},
+    key::{FindKey, KeyExtractor},
     policy::{
         Policy,
         stack::{BuildError, Stack},
@@ -51,7 +51,7 @@ struct Shared<R: ?Sized> {
 /// Puts a [`Limiter`] together.
 pub struct LimiterBuilder<R: ?Sized = Parts> {
     policies: Vec<Policy<R>>,
-    key: Option<Arc<dyn KeyExtractor<R>>>,
+    key: Option<Arc<dyn FindKey<R>>>,
     store: LocalStore,
     clock: Clock,
 }
@@ -116,13 +116,13 @@ impl<R: ?Sized + 'static> Limiter<R> {
     /// [`Rejection`] if the key of the request can no longer be found.
     pub fn refund(&self, request: &R, decision: &Decision) -> Result<(), Rejection> {
         let mut bill = Bill::default();
-        self.write_bill(request, &mut bill, &mut Outcomes::new())?;
+        self.write_bill(request, &mut bill)?;
         for charge in &mut bill.charges {
             let name = self.shared.stack.name(charge.policy());
             let charged = decision.outcomes.iter().find(|outcome| outcome.policy == name);
             charge.cost = charged.map_or(0, |outcome| outcome.cost);
         }
-        self.shared.store.refund(&bill, self.shared.clock.now_us(), decision.time_us);
+        self.shared.store.refund(&mut bill, self.shared.clock.now_us(), decision.time_us);
         Ok(())
     }
 
@@ -133,7 +133,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
     /// [`Rejection`] if the request has no key.
     pub fn reset(&self, request: &R) -> Result<(), Rejection> {
         let mut bill = Bill::default();
-        self.write_bill(request, &mut bill, &mut Outcomes::new())?;
+        self.write_bill(request, &mut bill)?;
         self.shared.store.reset(&bill);
         Ok(())
     }
@@ -150,19 +150,19 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let Some(lines) = &shared.lines else {
             return Ok((self.check(request)?, None));
         };
-        let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
-        self.write_bill(request, &mut bill, &mut outcomes)?;
-        let mut time_us = 0;
+        let mut bill = Bill::default();
+        self.write_bill(request, &mut bill)?;
+        let (mut admitted, mut time_us) = (false, 0);
         let places = lines.join(&mut bill, |bill| {
-            time_us = shared.acquire(bill, Mode::Charge, &mut outcomes);
+            (admitted, time_us) = shared.acquire(bill, Mode::Charge);
             time_us
         });
-        let decision = shared.sum_up(&bill, time_us, outcomes)?;
+        let decision = shared.sum_up(&bill, admitted, time_us)?;
         let turn = (!places.is_empty()).then(|| {
             let limiter = self.clone();
             let give_back = move || {
                 let shared = &limiter.shared;
-                shared.store.refund(&bill, shared.clock.now_us(), time_us);
+                shared.store.refund(&mut bill.clone(), shared.clock.now_us(), time_us);
             };
             Turn::new(lines, places, shared.clock.clone(), Box::new(give_back))
         });
@@ -175,20 +175,15 @@ impl<R: ?Sized + 'static> Limiter<R> {
 
     #[inline]
     fn decide(&self, request: &R, mode: Mode) -> Result<Decision, Rejection> {
-        let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
-        self.write_bill(request, &mut bill, &mut outcomes)?;
-        let time_us = self.shared.acquire(&mut bill, mode, &mut outcomes);
-        self.shared.sum_up(&bill, time_us, outcomes)
+        let mut bill = Bill::default();
+        self.write_bill(request, &mut bill)?;
+        let (admitted, time_us) = self.shared.acquire(&mut bill, mode);
+        self.shared.sum_up(&bill, admitted, time_us)
     }
 
     #[inline]
-    fn write_bill(
-        &self,
-        request: &R,
-        bill: &mut Bill,
-        outcomes: &mut Outcomes,
-    ) -> Result<(), Rejection> {
-        self.shared.stack.bill(request, bill, outcomes).map_err(|reason| Rejection {
+    fn write_bill(&self, request: &R, bill: &mut Bill) -> Result<(), Rejection> {
+        self.shared.stack.bill(request, bill).map_err(|reason| Rejection {
             reason: *reason,
             time_us: self.shared.clock.now_us(),
             outcomes: Outcomes::new(),
@@ -197,32 +192,24 @@ impl<R: ?Sized + 'static> Limiter<R> {
 }
 
 impl<R: ?Sized + 'static> Shared<R> {
-    /// Asks the store and returns the present. This is where a decision reads the time, once.
-    fn acquire(&self, bill: &mut Bill, mode: Mode, outcomes: &mut Outcomes) -> u64 {
+    /// Asks the store whether the request may go on, and returns the present with it. This is where
+    /// a decision reads the time, once.
+    #[inline]
+    fn acquire(&self, bill: &mut Bill, mode: Mode) -> (bool, u64) {
         let time_us = self.clock.now_us();
-        self.store.acquire(bill, time_us, mode, outcomes);
-        time_us
+        (self.store.acquire(bill, time_us, mode), time_us)
     }
 
     #[inline]
-    fn sum_up(
-        &self,
-        bill: &Bill,
-        time_us: u64,
-        mut outcomes: Outcomes,
-    ) -> Result<Decision, Rejection> {
-        if bill.identities.len() > 1 {
-            // The bill is in the order of the identities.
-            outcomes.sort_by_key(|outcome| self.stack.position(outcome.policy));
+    fn sum_up(&self, bill: &Bill, admitted: bool, time_us: u64) -> Result<Decision, Rejection> {
+        if admitted {
+            let delay_us = if self.lines.is_some() { bill.delay_us() } else { 0 };
+            return Ok(Decision { time_us, delay_us, outcomes: self.stack.outcomes(bill) });
         }
-        if outcomes.iter().all(Outcome::is_admitted) {
-            let delays = bill.queued.iter().map(|queued| queued.delay_us);
-            let delay_us = delays.max().unwrap_or(0);
-            return Ok(Decision { time_us, delay_us, outcomes });
-        }
-        let fits = outcomes.iter().all(|outcome| outcome.verdict != Verdict::Never);
+        let mut verdicts = bill.charges.iter().map(|charge| charge.answer.verdict);
+        let fits = verdicts.all(|verdict| verdict != Verdict::Never);
         let reason = if fits { Reason::Limited } else { Reason::TooCostly };
-        Err(Rejection { reason, time_us, outcomes })
+        Err(Rejection { reason, time_us, outcomes: self.stack.outcomes(bill) })
     }
 }
 

@@ -6,6 +6,7 @@
 
 use crate::{
     clock::{Clock, Sleep},
+    key::Fingerprint,
     store::Bill,
 };
 use parking_lot::Mutex;
@@ -25,7 +26,7 @@ use std::{
 #[derive(Clone, Default)]
 pub(crate) struct Lines(Arc<Mutex<HashMap<LineId, Vec<Arc<Place>>>>>);
 
-type LineId = (usize, u128);
+type LineId = (usize, Fingerprint);
 
 /// A place in a line.
 pub(crate) struct Place {
@@ -48,10 +49,12 @@ impl Lines {
         let mut lines = self.0.lock();
         let now_us = acquire(bill);
         let mut places = Vec::new();
-        for queued in &bill.queued {
-            let charge = bill.charges[queued.charge];
+        for charge in &bill.charges {
+            let Some(queued) = charge.answer.queued else {
+                continue;
+            };
             let place = Arc::new(Place {
-                line: (charge.policy(), bill.identities[charge.identity()].fingerprint),
+                line: (charge.policy(), charge.fingerprint),
                 turn_us: AtomicU64::new(now_us + queued.delay_us),
                 length_us: queued.length_us,
                 waiter: Mutex::new(None),

@@ -116,13 +116,17 @@ impl Algorithm for FixedWindow {
         state.count += cost;
     }
 
-    fn refund(&self, state: &mut State, _now_us: u64, spent_us: u64, cost: u64) {
+    fn take_back(&self, state: &mut State, _now_us: u64, cost: u64) {
+        state.count = state.count.saturating_sub(cost);
+    }
+
+    fn refund(&self, state: &mut State, now_us: u64, spent_us: u64, cost: u64) {
         let spent_in_this_window = match self.span {
             Span::FirstHit(period) => state.end_us <= spent_us + period,
             _ => state.end_us == self.end_of_window_at(spent_us),
         };
         if spent_in_this_window {
-            state.count = state.count.saturating_sub(cost);
+            self.take_back(state, now_us, cost);
         }
     }
 

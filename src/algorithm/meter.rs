@@ -11,7 +11,10 @@
 //! is `period` drops and a tick drains `limit`.
 
 use super::{Algorithm, MAX_PRODUCT, TICKS_US};
-use crate::policy::quota::{MAX_SPAN_US, Quota, QuotaError};
+use crate::{
+    policy::quota::{MAX_SPAN_US, Quota, QuotaError},
+    store::Queued,
+};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Meter {
@@ -20,8 +23,8 @@ pub(crate) struct Meter {
     burst: u64,
     /// How many drops may be in it at all: the burst, and for a shaping bucket its queue.
     capacity: u64,
-    /// How long a full bucket takes to run empty.
-    full_us: u64,
+    /// How many ticks a full bucket takes to run empty.
+    full_ticks: i64,
     /// The allotment that clients are told: units, and the microseconds in which they come back.
     shown: (u64, u64),
 }
@@ -34,12 +37,12 @@ pub(crate) struct Pace {
     pub(crate) drops_per_unit: u64,
 }
 
+/// How many drops are in a bucket at the beginning of a tick. Fewer than none are what is missing
+/// to a whole tick's; then it ran empty within the tick before.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct State {
-    /// When the bucket runs empty: a whole number of ticks, rounded up.
-    pub(crate) empty_at_us: u64,
-    /// How many drops less than a whole tick's the last tick has to drain.
-    pub(crate) spare: u64,
+    tick: i64,
+    level: i64,
 }
 
 impl Meter {
@@ -85,7 +88,8 @@ impl Meter {
         let burst = u128::from(quota.capacity()) * u128::from(pace.drops_per_unit);
         let queue = u128::from(max_delay_us / tick_us) * u128::from(pace.drops_per_tick);
         let capacity = bounded(burst + queue)?;
-        let fill_us = u128::from(capacity.div_ceil(pace.drops_per_tick)) * u128::from(tick_us);
+        let fill_ticks = capacity.div_ceil(pace.drops_per_tick);
+        let fill_us = u128::from(fill_ticks) * u128::from(tick_us);
         if fill_us > u128::from(MAX_SPAN_US) {
             return Err(QuotaError::TooLong);
         }
@@ -95,7 +99,7 @@ impl Meter {
         } else {
             (quota.limit(), period_us)
         };
-        Ok(Self { pace, burst: burst as u64, capacity, full_us: fill_us as u64, shown })
+        Ok(Self { pace, burst: burst as u64, capacity, full_ticks: fill_ticks as i64, shown })
     }
 
     pub(crate) const fn pace(&self) -> Pace {
@@ -105,100 +109,122 @@ impl Meter {
     /// How long after `now_us` a charge that was just made has its turn: when all but the burst
     /// has drained.
     pub(crate) fn delay(&self, state: &State, now_us: u64) -> u64 {
-        let excess = self.level(state, now_us).saturating_sub(self.burst);
-        self.time_to_drain(excess, now_us)
+        self.time_to_drain(state, now_us, state.level().saturating_sub(self.burst))
     }
 
     /// How much sooner others have their turn when `cost` is taken out of the bucket, rounded down.
-    pub(crate) fn time_of(&self, cost: u64) -> u64 {
+    fn time_of(&self, cost: u64) -> u64 {
         let drops = u128::from(cost) * u128::from(self.pace.drops_per_unit);
         let us = drops * u128::from(self.pace.tick_us) / u128::from(self.pace.drops_per_tick);
         u64::try_from(us).unwrap_or(u64::MAX)
     }
 
-    /// The drops in a bucket at `now_us`.
-    fn level(&self, state: &State, now_us: u64) -> u64 {
-        let pace = self.pace;
-        let ticks = pace.ticks(state.empty_at_us).saturating_sub(pace.ticks(now_us));
-        // An empty bucket may have spare drops on record too.
-        (ticks * pace.drops_per_tick).saturating_sub(state.spare)
-    }
-
-    /// Records that there are `level` drops at `now_us`.
-    fn fill(&self, state: &mut State, now_us: u64, level: u64) {
-        let pace = self.pace;
-        let ticks = pace.ticks_to_drain(level);
-        *state = State {
-            empty_at_us: (pace.ticks(now_us) + ticks) * pace.tick_us,
-            spare: ticks * pace.drops_per_tick - level,
-        };
-    }
-
     /// The time from `now_us` until `drops` have drained, in microseconds.
-    fn time_to_drain(&self, drops: u64, now_us: u64) -> u64 {
+    #[inline]
+    fn time_to_drain(&self, state: &State, now_us: u64, drops: u64) -> u64 {
         if drops == 0 {
             return 0;
         }
-        let ticks = self.pace.ticks(now_us) + self.pace.ticks_to_drain(drops);
-        ticks * self.pace.tick_us - now_us
+        (state.tick as u64 + self.pace.ticks_to_drain(drops)) * self.pace.tick_us - now_us
     }
 
     /// Takes over a state that was counted at another pace, before its quota changed: what was used
     /// stays used, up to the capacity. Returns whether there was anything to take over; then the
     /// state has to be kept like one that [`settle`](Algorithm::settle) re-anchored.
+    #[inline(never)]
     pub(crate) fn take_over(&self, state: &mut State, pace: Pace, now_us: u64) -> bool {
         if pace == self.pace {
             return false;
         }
-        let ticks = pace.ticks(state.empty_at_us).saturating_sub(pace.ticks(now_us));
-        let drops = (u128::from(ticks) * u128::from(pace.drops_per_tick))
-            .saturating_sub(state.spare.into());
+        let ticks = i128::from(state.tick) - i128::from(pace.ticks(now_us));
+        let drops = i128::from(state.level) + ticks * i128::from(pace.drops_per_tick);
+        let drops = u128::try_from(drops).unwrap_or(0);
         let converted = (drops * u128::from(self.pace.drops_per_unit))
             .div_ceil(u128::from(pace.drops_per_unit));
-        let level =
-            u64::try_from(converted).map_or(self.capacity, |level| level.min(self.capacity));
-        self.fill(state, now_us, level);
+        let level = u64::try_from(converted).unwrap_or(u64::MAX).min(self.capacity);
+        *state = State { tick: self.pace.ticks(now_us) as i64, level: level as i64 };
         true
+    }
+
+    /// The state as it is stored: the instant at which the bucket runs empty, rounded up to a whole
+    /// tick, and how many drops less than a whole tick's the last tick has to drain.
+    #[inline]
+    pub(crate) fn to_words(&self, state: &State) -> (u64, u64) {
+        let pace = self.pace;
+        let ticks = pace.ticks_to_drain(state.level());
+        let empty_at_us = (state.tick as u64 + ticks) * pace.tick_us;
+        (empty_at_us, ticks * pace.drops_per_tick - state.level())
     }
 }
 
 impl Algorithm for Meter {
     type State = State;
 
+    #[inline]
     fn settle(&self, state: &mut State, now_us: u64) -> bool {
+        let tick = self.pace.ticks(now_us) as i64;
         // No bucket takes longer than a full one to run empty. Twice as long is a clock that
-        // stepped back by less than a full refill, and then the bucket just waits for it.
-        let stepped_back = state.empty_at_us > now_us + 2 * self.full_us;
-        if stepped_back {
-            self.fill(state, now_us, self.capacity);
-        }
+        // stepped back by less than a full refill, and then the bucket just waits for it. So no
+        // longer time makes a difference, and the product stays small.
+        let longest = 2 * self.full_ticks;
+        let elapsed = (tick - state.tick).clamp(-longest - 1, longest + 1);
+        let drops_per_tick = self.pace.drops_per_tick as i64;
+        let level = (state.level - elapsed * drops_per_tick).max(0);
+        let stepped_back = level > longest * drops_per_tick;
+        *state = State { tick, level: if stepped_back { self.capacity as i64 } else { level } };
         stepped_back
     }
 
-    fn remaining(&self, state: &State, now_us: u64) -> u64 {
-        self.capacity.saturating_sub(self.level(state, now_us)) / self.pace.drops_per_unit
+    #[inline]
+    fn remaining(&self, state: &State, _now_us: u64) -> u64 {
+        self.capacity.saturating_sub(state.level()) / self.pace.drops_per_unit
     }
 
+    #[inline]
     fn wait(&self, state: &State, now_us: u64, cost: u64) -> Option<u64> {
         let drops =
             cost.checked_mul(self.pace.drops_per_unit).filter(|&drops| drops <= self.capacity)?;
-        let level = self.level(state, now_us);
-        Some(self.time_to_drain((level + drops).saturating_sub(self.capacity), now_us))
+        let excess = (state.level() + drops).saturating_sub(self.capacity);
+        Some(self.time_to_drain(state, now_us, excess))
     }
 
-    fn charge(&self, state: &mut State, now_us: u64, cost: u64) {
-        let level = self.level(state, now_us) + cost * self.pace.drops_per_unit;
-        self.fill(state, now_us, level);
+    #[inline]
+    fn charge(&self, state: &mut State, _now_us: u64, cost: u64) {
+        state.level += (cost * self.pace.drops_per_unit) as i64;
+    }
+
+    fn take_back(&self, state: &mut State, _now_us: u64, cost: u64) {
+        let drops = cost.saturating_mul(self.pace.drops_per_unit);
+        state.level = state.level().saturating_sub(drops) as i64;
     }
 
     fn refund(&self, state: &mut State, now_us: u64, _spent_us: u64, cost: u64) {
-        let drops = cost.saturating_mul(self.pace.drops_per_unit);
-        let level = self.level(state, now_us).saturating_sub(drops);
-        self.fill(state, now_us, level);
+        self.take_back(state, now_us, cost);
+    }
+
+    #[inline]
+    fn reset(&self, state: &State, now_us: u64, remaining: u64) -> u64 {
+        let drops = (remaining + 1) * self.pace.drops_per_unit;
+        if drops > self.capacity {
+            return 0;
+        }
+        self.time_to_drain(state, now_us, (state.level() + drops).saturating_sub(self.capacity))
+    }
+
+    #[inline]
+    fn queued(&self, state: &State, now_us: u64, cost: u64) -> Option<Queued> {
+        // Most meters have no queue, and no request is delayed by a bucket within its burst.
+        if state.level() <= self.burst {
+            return None;
+        }
+        match self.delay(state, now_us) {
+            0 => None,
+            delay_us => Some(Queued { delay_us, length_us: self.time_of(cost) }),
+        }
     }
 
     fn fresh_at(&self, state: &State) -> u64 {
-        state.empty_at_us
+        self.to_words(state).0
     }
 
     fn allotment(&self) -> (u64, u64) {
@@ -206,12 +232,28 @@ impl Algorithm for Meter {
     }
 }
 
+impl State {
+    /// The drops in a bucket whose state is settled.
+    #[inline]
+    const fn level(&self) -> u64 {
+        self.level as u64
+    }
+}
+
 impl Pace {
+    /// A state that was stored as [`words`](Meter::to_words).
+    #[inline]
+    pub(crate) fn state(&self, empty_at_us: u64, spare: u64) -> State {
+        State { tick: self.ticks(empty_at_us) as i64, level: -(spare as i64) }
+    }
+
+    #[inline]
     const fn ticks(&self, us: u64) -> u64 {
         // By far the most quotas count in microseconds, and a division is dear.
         if self.tick_us == 1 { us } else { us / self.tick_us }
     }
 
+    #[inline]
     const fn ticks_to_drain(&self, drops: u64) -> u64 {
         if self.drops_per_tick == 1 { drops } else { drops.div_ceil(self.drops_per_tick) }
     }

@@ -21,6 +21,8 @@ pub(crate) use meter::{Meter, Pace};
 pub(crate) use sliding_log::{MAX_LIMIT as MAX_LOG_LIMIT, SlidingLog};
 pub(crate) use sliding_window::SlidingWindow;
 
+use crate::store::Queued;
+
 /// The largest product that the constructors allow. A state may hold twice as much for a while,
 /// after a step of the clock, and a cost comes on top: three times this is still below 2^53.
 const MAX_PRODUCT: u64 = 1 << 51;
@@ -48,6 +50,9 @@ pub(crate) trait Algorithm {
     /// Spends `cost`, for which the wait was 0.
     fn charge(&self, state: &mut Self::State, now_us: u64, cost: u64);
 
+    /// Undoes the charge of `cost` that was just made.
+    fn take_back(&self, state: &mut Self::State, now_us: u64, cost: u64);
+
     /// Gives back `cost` that was spent at `spent_us`, as far as it has not come back by itself.
     fn refund(&self, state: &mut Self::State, now_us: u64, spent_us: u64, cost: u64);
 
@@ -57,6 +62,11 @@ pub(crate) trait Algorithm {
     /// The most that can remain, and the time in which so much comes back, in microseconds. The
     /// time is 0 where it has no fixed length.
     fn allotment(&self) -> (u64, u64);
+
+    /// Where `cost`, which was just charged, has to wait for its turn, if it has to.
+    fn queued(&self, _state: &Self::State, _now_us: u64, _cost: u64) -> Option<Queued> {
+        None
+    }
 
     /// How long until more than `remaining` can be spent; 0 if that is everything.
     fn reset(&self, state: &Self::State, now_us: u64, remaining: u64) -> u64 {

@@ -68,6 +68,10 @@ impl Algorithm for SlidingLog {
         log.extend(std::iter::repeat_n(time, cost as usize));
     }
 
+    fn take_back(&self, log: &mut State, _now_us: u64, cost: u64) {
+        log.truncate(log.len().saturating_sub(cost as usize));
+    }
+
     fn refund(&self, log: &mut State, _now_us: u64, spent_us: u64, cost: u64) {
         // Its own times and no others: an older time in the place of a newer one would leave sooner.
         let end = log.partition_point(|&time| time <= spent_us);

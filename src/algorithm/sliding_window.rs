@@ -144,9 +144,13 @@ impl Algorithm for SlidingWindow {
         state.current += cost;
     }
 
-    fn refund(&self, state: &mut State, _now_us: u64, spent_us: u64, cost: u64) {
+    fn take_back(&self, state: &mut State, _now_us: u64, cost: u64) {
+        state.current = state.current.saturating_sub(cost);
+    }
+
+    fn refund(&self, state: &mut State, now_us: u64, spent_us: u64, cost: u64) {
         if spent_us >= state.start_us {
-            state.current = state.current.saturating_sub(cost);
+            self.take_back(state, now_us, cost);
         } else if spent_us + self.window_us() >= state.start_us {
             state.previous = state.previous.saturating_sub(cost);
         }

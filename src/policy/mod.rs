@@ -7,7 +7,7 @@ pub use quota::{Period, Quota, QuotaError};
 
 use crate::{
     algorithm::Anchor,
-    key::{Key, KeyExtractor, MissingKey},
+    key::{FindKey, Key, KeyExtractor, MissingKey},
     store::Kind,
 };
 use http::request::Parts;
@@ -52,7 +52,7 @@ pub struct Policy<R: ?Sized = Parts> {
     pub(crate) name: Cow<'static, str>,
     pub(crate) kind: Kind,
     pub(crate) quota: Quota,
-    pub(crate) key: Option<Arc<dyn KeyExtractor<R>>>,
+    pub(crate) key: Option<Arc<dyn FindKey<R>>>,
     pub(crate) missing_key: MissingKey,
     pub(crate) conditions: Vec<Condition<R>>,
     pub(crate) exempt: HashSet<Key>,

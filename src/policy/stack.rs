@@ -2,27 +2,25 @@
 
 use super::{Condition, Cost, Policy, Quota, QuotaError, QuotaFor};
 use crate::{
-    decision::{Allotment, Outcome, Outcomes, Reason, Verdict},
-    key::{Key, KeyExtractor, MissingKey},
-    store::{Bill, Charge, Identity, Kind, Rule, local::Plan},
+    decision::{Allotment, INLINE_OUTCOMES, Outcome, Outcomes, Reason},
+    key::{FindKey, Fingerprint, Key, MissingKey, Secret},
+    store::{Answer, Bill, Charge, Kind, Rule, local::Plan},
 };
 use parking_lot::Mutex;
 use std::{
     borrow::Cow,
     collections::{BTreeSet, HashSet},
     error, fmt,
-    hash::{BuildHasher, RandomState},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     time::Duration,
 };
-use xxhash_rust::xxh3::xxh3_128_with_secret;
 
 pub(crate) struct Stack<R: ?Sized> {
     entries: Vec<Entry<R>>,
     /// The distinct key extractors, each with the indices of the policies that count by it.
     spaces: Vec<Space<R>>,
-    secret: [u8; SECRET],
+    secret: Secret,
 }
 
 /// A policy that was found to be in order.
@@ -35,7 +33,7 @@ struct Entry<R: ?Sized> {
     missing_key: MissingKey,
     conditions: Vec<Condition<R>>,
     /// The fingerprints of the keys that the policy does not count.
-    exempt: HashSet<u128>,
+    exempt: HashSet<Fingerprint>,
     cost: Cost<R>,
     quota_for: Option<QuotaFor<R>>,
     space: usize,
@@ -43,12 +41,9 @@ struct Entry<R: ?Sized> {
 
 /// The keys of one extractor.
 struct Space<R: ?Sized> {
-    extractor: Arc<dyn KeyExtractor<R>>,
+    extractor: Arc<dyn FindKey<R>>,
     policies: Vec<usize>,
 }
-
-/// The size of the hash function's secret.
-const SECRET: usize = 192;
 
 /// Why a stack cannot be built.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,12 +91,12 @@ pub enum BuildError {
 impl<R: ?Sized + 'static> Stack<R> {
     pub(crate) fn new(
         policies: Vec<Policy<R>>,
-        default_key: Option<&Arc<dyn KeyExtractor<R>>>,
+        default_key: Option<&Arc<dyn FindKey<R>>>,
     ) -> Result<Self, BuildError> {
         if policies.is_empty() {
             return Err(BuildError::NoPolicy);
         }
-        let secret = random_secret();
+        let secret = Secret::random();
         let mut names = BTreeSet::new();
         let mut spaces: Vec<Space<R>> = Vec::new();
         let mut entries = Vec::with_capacity(policies.len());
@@ -136,7 +131,7 @@ impl<R: ?Sized + 'static> Stack<R> {
                 allotment: rule.allotment(),
                 missing_key: policy.missing_key,
                 conditions: policy.conditions,
-                exempt: policy.exempt.iter().map(|key| fingerprint(key, &secret)).collect(),
+                exempt: policy.exempt.iter().map(|key| secret.fingerprint(key)).collect(),
                 cost: policy.cost,
                 quota_for: policy.quota_for,
                 space,
@@ -180,66 +175,48 @@ impl<R: ?Sized + 'static> Stack<R> {
         self.entries.iter().find(shapes).map(|entry| entry.name)
     }
 
-    /// Writes what `request` is to be charged, and an outcome for each charge, to be filled in by the
-    /// store. This is where the user's functions run; a panic in one of them goes no further.
-    pub(crate) fn bill(
-        &self,
-        request: &R,
-        bill: &mut Bill,
-        outcomes: &mut Outcomes,
-    ) -> Result<(), Box<Reason>> {
+    /// Writes what `request` is to be charged. This is where the user's functions run; a panic in one
+    /// of them goes no further.
+    #[inline]
+    pub(crate) fn bill(&self, request: &R, bill: &mut Bill) -> Result<(), Box<Reason>> {
         // Which policy is being asked, to name it if its function panics.
         let mut asking = 0;
-        let write = AssertUnwindSafe(|| self.write_bill(request, bill, outcomes, &mut asking));
-        catch_unwind(write).unwrap_or_else(|_| {
-            Err(Box::new(Reason::Faulty {
-                policy: self.name(asking),
-                message: "a function that this policy was built with panicked".to_owned(),
-            }))
-        })
+        let write = AssertUnwindSafe(|| self.write_bill(request, bill, &mut asking));
+        catch_unwind(write).unwrap_or_else(|_| Err(self.panicked(asking)))
     }
 
+    #[inline]
     fn write_bill(
         &self,
         request: &R,
         bill: &mut Bill,
-        outcomes: &mut Outcomes,
         asking: &mut usize,
     ) -> Result<(), Box<Reason>> {
         for (space_index, space) in self.spaces.iter().enumerate() {
             let mut found = None;
-            let mut identity = None;
             for &policy in &space.policies {
                 *asking = policy;
                 let entry = &self.entries[policy];
                 if !entry.conditions.iter().all(|condition| condition(request)) {
                     continue;
                 }
-                let found = found.get_or_insert_with(|| {
-                    space.extractor.extract(request).map(|key| fingerprint(&key, &self.secret))
-                });
+                let found =
+                    found.get_or_insert_with(|| space.extractor.find_key(request, &self.secret));
                 let fingerprint = match (found, entry.missing_key) {
                     (Ok(fingerprint), _) if entry.is_exempt(fingerprint) => continue,
                     (Ok(fingerprint), _) => *fingerprint,
                     (Err(_), MissingKey::Skip) => continue,
-                    (Err(_), MissingKey::Share) => fingerprint(&Key::missing(), &self.secret),
+                    (Err(_), MissingKey::Share) => self.secret.fingerprint(&Key::missing()),
                     (Err(error), MissingKey::Reject) => {
-                        let (policy, error) = (entry.name, error.clone());
+                        let (policy, error) = (entry.name, (**error).clone());
                         return Err(Box::new(Reason::NoKey { policy, error }));
                     }
                 };
-                // Policies of one space that count a request all count it by the same key.
-                let identity = *identity.get_or_insert_with(|| {
-                    bill.identities.push(Identity { space: space_index, fingerprint });
-                    bill.identities.len() - 1
-                });
-                let quota = entry.quota_for.as_ref().and_then(|quota_for| quota_for(request));
-                let (rule, allotment) = match quota {
-                    None => (0, entry.allotment),
+                let rule = match entry.quota_for.as_ref().and_then(|quota_for| quota_for(request)) {
+                    None => 0,
                     Some(quota) => {
-                        let rule = entry.rule_for(&quota)?;
-                        bill.rules.push(rule);
-                        (bill.rules.len(), rule.allotment())
+                        bill.rules.push(entry.rule_for(&quota)?);
+                        bill.rules.len()
                     }
                 };
                 let cost = match &entry.cost {
@@ -247,34 +224,55 @@ impl<R: ?Sized + 'static> Stack<R> {
                     Cost::Of(cost) => cost(request),
                 };
                 bill.charges.push(Charge {
+                    fingerprint,
                     cost,
                     policy: policy as u32,
-                    identity: identity as u32,
+                    space: space_index as u32,
                     rule: rule as u32,
-                });
-                outcomes.push(Outcome {
-                    policy: entry.name,
-                    quota: allotment,
-                    cost,
-                    remaining: 0,
-                    reset_us: 0,
-                    verdict: Verdict::Never,
+                    answer: Answer::NONE,
                 });
             }
         }
         Ok(())
     }
-}
 
-/// A hash in place of a key: 128 bits, so that no two callers ever share a budget by chance, under a
-/// secret of the stack, so that none can do so on purpose.
-fn fingerprint(key: &Key, secret: &[u8; SECRET]) -> u128 {
-    // Zero stands for nobody in the table.
-    xxh3_128_with_secret(key.encoded(), secret).max(1)
+    #[cold]
+    fn panicked(&self, policy: usize) -> Box<Reason> {
+        Box::new(Reason::Faulty {
+            policy: self.name(policy),
+            message: "a function that this policy was built with panicked".to_owned(),
+        })
+    }
+
+    /// What the policies said to a bill, in the order of the stack.
+    #[inline]
+    pub(crate) fn outcomes(&self, bill: &Bill) -> Outcomes {
+        let outcome = |charge: &Charge| {
+            let entry = &self.entries[charge.policy()];
+            Outcome {
+                policy: entry.name,
+                quota: charge.rule(&bill.rules).map_or(entry.allotment, Rule::allotment),
+                remaining: charge.answer.remaining,
+                cost: charge.cost,
+                reset_us: charge.answer.reset_us,
+                verdict: charge.answer.verdict,
+            }
+        };
+        let charges = &bill.charges[..];
+        if charges.len() <= INLINE_OUTCOMES && self.spaces.len() == 1 {
+            // Written where the caller wants them, and never moved.
+            let at = |index: usize| charges.get(index).map_or(Outcome::NONE, outcome);
+            return Outcomes::from_buf_and_len([at(0), at(1), at(2)], charges.len());
+        }
+        let mut outcomes: Outcomes = charges.iter().map(outcome).collect();
+        // The bill is in the order of the spaces.
+        outcomes.sort_by_key(|outcome| self.position(outcome.policy));
+        outcomes
+    }
 }
 
 impl<R: ?Sized> Entry<R> {
-    fn is_exempt(&self, fingerprint: &u128) -> bool {
+    fn is_exempt(&self, fingerprint: &Fingerprint) -> bool {
         !self.exempt.is_empty() && self.exempt.contains(fingerprint)
     }
 
@@ -300,8 +298,8 @@ impl<R: ?Sized> Entry<R> {
 
 /// Whether two extractors are one, or say that they find the same keys.
 fn finds_the_same_keys<R: ?Sized + 'static>(
-    a: &Arc<dyn KeyExtractor<R>>,
-    b: &Arc<dyn KeyExtractor<R>>,
+    a: &Arc<dyn FindKey<R>>,
+    b: &Arc<dyn FindKey<R>>,
 ) -> bool {
     Arc::ptr_eq(a, b) || a.name().is_some_and(|name| Some(name) == b.name())
 }
@@ -334,17 +332,6 @@ fn intern(name: Cow<'static, str>) -> &'static str {
             name
         }
     }
-}
-
-/// A secret that nobody can guess: the standard library seeds its hash tables from the system's
-/// random numbers, and SipHash spreads such a seed over as many bytes as are needed.
-fn random_secret() -> [u8; SECRET] {
-    let random = RandomState::new();
-    let mut secret = [0; SECRET];
-    for (index, bytes) in secret.chunks_exact_mut(8).enumerate() {
-        bytes.copy_from_slice(&random.hash_one(index).to_ne_bytes());
-    }
-    secret
 }
 
 // === impl BuildError ===

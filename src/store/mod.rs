@@ -6,7 +6,8 @@ pub(crate) mod local;
 
 use crate::{
     algorithm::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow},
-    decision::Allotment,
+    decision::{Allotment, Verdict},
+    key::Fingerprint,
     policy::quota::{Quota, QuotaError},
 };
 use smallvec::SmallVec;
@@ -34,47 +35,49 @@ pub(crate) enum Kind {
     SlidingLog,
 }
 
-/// One who is counted, as far as a store may know: no more than a fingerprint of the key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Identity {
-    /// Which of the stack's key spaces the key is of.
-    pub(crate) space: usize,
-    pub(crate) fingerprint: u128,
-}
-
-/// What one policy is to charge one request. Small, for there may be several in each request.
+/// What one policy is to charge one request, and what the store answered.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Charge {
+    /// Whom the policy counts.
+    pub(crate) fingerprint: Fingerprint,
     pub(crate) cost: u64,
     /// The index of the policy in its stack.
     pub(crate) policy: u32,
-    /// The index of the identity among those of the request.
-    pub(crate) identity: u32,
+    /// Which of the stack's key spaces the policy counts in.
+    pub(crate) space: u32,
     /// The rule to hold the request against, counted from 1 among the bill's own; 0 is the policy's.
     pub(crate) rule: u32,
+    pub(crate) answer: Answer,
 }
 
-/// All that one request is to be charged. Identities are in ascending order of their spaces, with
-/// at most one of each, and charges in the order of their identities.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Bill {
-    pub(crate) identities: SmallVec<[Identity; 2]>,
-    pub(crate) charges: SmallVec<[Charge; 3]>,
-    /// Rules of quotas that were looked up for this request.
-    pub(crate) rules: Vec<Rule>,
-    /// What has to wait for its turn; a store adds it when it admits the request.
-    pub(crate) queued: Vec<Queued>,
+/// What a policy says to a charge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Answer {
+    pub(crate) verdict: Verdict,
+    pub(crate) remaining: u64,
+    pub(crate) reset_us: u64,
+    /// Where the charge has to wait for its turn, if it was made and has to.
+    pub(crate) queued: Option<Queued>,
+    /// Whether the charge was made.
+    pub(crate) charged: bool,
 }
 
 /// Where a request that was admitted stands in the queue of a shaping bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Queued {
-    /// The index of the charge that has to wait.
-    pub(crate) charge: usize,
     /// How long it has to wait for its turn.
     pub(crate) delay_us: u64,
     /// How much sooner those behind it have their turn if it gives up its own.
     pub(crate) length_us: u64,
+}
+
+/// All that one request is to be charged. Charges are in ascending order of their spaces, and those
+/// of one space have one fingerprint.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Bill {
+    pub(crate) charges: SmallVec<[Charge; 3]>,
+    /// Rules of quotas that were looked up for this request.
+    pub(crate) rules: Vec<Rule>,
 }
 
 /// Whether a decision takes what it grants.
@@ -84,13 +87,27 @@ pub(crate) enum Mode {
     Peek,
 }
 
+impl Answer {
+    /// What stands in its place until a store has answered.
+    pub(crate) const NONE: Self =
+        Self { verdict: Verdict::Never, remaining: 0, reset_us: 0, queued: None, charged: false };
+}
+
+impl Bill {
+    /// How long the request has to wait for its turn.
+    pub(crate) fn delay_us(&self) -> u64 {
+        let queued = self.charges.iter().filter_map(|charge| charge.answer.queued);
+        queued.map(|queued| queued.delay_us).max().unwrap_or(0)
+    }
+}
+
 impl Charge {
     pub(crate) const fn policy(&self) -> usize {
         self.policy as usize
     }
 
-    pub(crate) const fn identity(&self) -> usize {
-        self.identity as usize
+    pub(crate) const fn space(&self) -> usize {
+        self.space as usize
     }
 
     /// The rule among the bill's own, if it is one of those.

@@ -9,12 +9,12 @@ mod shard;
 mod state;
 mod table;
 
-use super::{Bill, Charge, Identity, Kind, Mode, Queued, Rule};
-use crate::decision::{Outcome, Verdict};
+use super::{Bill, Charge, Kind, Mode, Rule};
+use crate::key::Fingerprint;
 use parking_lot::{Mutex, MutexGuard};
+use rings::Rings;
 use shard::Shard;
-use smallvec::SmallVec;
-use state::{Field, Loaded};
+use state::{Decide, Field, Refund, Step, TakeBack};
 use std::{
     fmt,
     sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
@@ -143,79 +143,87 @@ impl Local {
         Self { spaces, policies: plans.iter().zip(fields).map(entry).collect() }
     }
 
-    /// Decides a bill: charges all of it, or none. Fills in the outcomes, which are in the order of
-    /// the charges.
-    pub(crate) fn acquire(
-        &self,
-        bill: &mut Bill,
-        now_us: u64,
-        mode: Mode,
-        outcomes: &mut [Outcome],
-    ) {
-        match bill.identities[..] {
-            // Nearly all requests have one, and nothing has to be put in a list for them.
-            [identity] => self.decide(&mut [self.hold(identity)], bill, now_us, mode, outcomes),
-            _ => self.decide(&mut self.hold_all(bill), bill, now_us, mode, outcomes),
+    /// Decides a bill: charges all of it, or none, and fills in the answers. Returns whether all
+    /// policies have room.
+    pub(crate) fn acquire(&self, bill: &mut Bill, now_us: u64, mode: Mode) -> bool {
+        let Bill { charges, rules } = bill;
+        let case = Case { policies: &self.policies, rules, now_us };
+        let admitted = self.decide(&case, charges, mode == Mode::Charge);
+        for space in &self.spaces {
+            space.sweep(now_us);
         }
-        for identity in &bill.identities {
-            self.spaces[identity.space].sweep(now_us);
-        }
+        admitted
     }
 
-    fn decide(
+    /// Decides the charges of the first space, and under its lock those of all that follow. Charges
+    /// are made as soon as there is room, so that nearly all are looked at only once, and taken back
+    /// if there is none for a later one.
+    #[inline(always)]
+    fn decide(&self, case: &Case<'_>, charges: &mut [Charge], charging: bool) -> bool {
+        let Some((charges, rest)) = split_first_space(charges) else {
+            return true;
+        };
+        let mut held = self.hold(&charges[0]);
+        let Some(slot) = held.slot else {
+            return self.decide_new(held, case, charges, rest, charging);
+        };
+        let mut decide = Decide::new(charging);
+        held.shard.step(slot, case, charges, &mut decide);
+        let mut admitted = decide.admitted;
+        if !rest.is_empty() {
+            admitted &= self.decide_rest(case, rest, charging && admitted);
+        }
+        if charging && !admitted {
+            held.shard.take_back(slot, case, charges);
+        }
+        held.shard.limit_logs(held.fingerprint, case.now_us);
+        admitted
+    }
+
+    #[inline(never)]
+    fn decide_rest(&self, case: &Case<'_>, charges: &mut [Charge], charging: bool) -> bool {
+        self.decide(case, charges, charging)
+    }
+
+    /// The same for one who has no entry in the first space, and gets none before it is admitted.
+    #[cold]
+    fn decide_new(
         &self,
-        held: &mut [Held<'_>],
-        bill: &mut Bill,
-        now_us: u64,
-        mode: Mode,
-        outcomes: &mut [Outcome],
-    ) {
-        let Bill { charges, rules, queued, .. } = bill;
-        let mut admitted = true;
-        for (charge, outcome) in charges.iter().zip(&mut *outcomes) {
-            let held = &mut held[charge.identity()];
-            let (state, _) = held.load(self, rules, charge, now_us);
-            let opinion = state.ask(&held.shard.rings, now_us, charge.cost);
-            admitted &= opinion.verdict == Verdict::Admitted;
-            outcome.verdict = opinion.verdict;
-            outcome.remaining = opinion.remaining;
+        mut held: Held<'_>,
+        case: &Case<'_>,
+        charges: &mut [Charge],
+        rest: &mut [Charge],
+        charging: bool,
+    ) -> bool {
+        let mut decide = Decide::new(false);
+        case.step(&mut held.shard.table.new_state(), &mut Rings::new(), charges, &mut decide);
+        let mut admitted = decide.admitted;
+        admitted &= self.decide_rest(case, rest, charging && admitted);
+        if charging && admitted && charges.iter().any(|charge| charge.cost > 0) {
+            let slot = held.shard.insert(held.fingerprint, case.now_us);
+            held.shard.step(slot, case, charges, &mut Decide::new(true));
+            held.shard.limit_logs(held.fingerprint, case.now_us);
         }
-        let charging = admitted && mode == Mode::Charge;
-        for (index, (charge, outcome)) in charges.iter().zip(outcomes).enumerate() {
-            let held = &mut held[charge.identity()];
-            // Loading a state again is cheaper than keeping it.
-            let (mut state, mut changed) = held.load(self, rules, charge, now_us);
-            if charging && charge.cost > 0 {
-                state.charge(&mut held.shard.rings, now_us, charge.cost);
-                outcome.remaining -= charge.cost;
-                changed = true;
-                if let Some((delay_us, length_us)) = state.delay(now_us, charge.cost) {
-                    queued.push(Queued { charge: index, delay_us, length_us });
-                }
-            }
-            outcome.reset_us = state.reset(&held.shard.rings, now_us, outcome.remaining);
-            if changed {
-                held.store(&self.policies[charge.policy()].field, &state, now_us);
-            }
-        }
+        admitted
     }
 
     /// Gives back what a bill was charged at `spent_us`.
-    pub(crate) fn refund(&self, bill: &Bill, now_us: u64, spent_us: u64) {
-        let mut held = self.hold_all(bill);
-        for charge in &bill.charges {
-            let held = &mut held[charge.identity()];
-            if held.slot.is_some() {
-                let (mut state, _) = held.load(self, &bill.rules, charge, now_us);
-                state.refund(&mut held.shard.rings, now_us, spent_us, charge.cost);
-                held.store(&self.policies[charge.policy()].field, &state, now_us);
+    pub(crate) fn refund(&self, bill: &mut Bill, now_us: u64, spent_us: u64) {
+        let case = Case { policies: &self.policies, rules: &bill.rules, now_us };
+        let mut rest = &mut bill.charges[..];
+        while let Some((charges, others)) = split_first_space(rest) {
+            let mut held = self.hold(&charges[0]);
+            if let Some(slot) = held.slot {
+                held.shard.step(slot, &case, charges, &mut Refund { spent_us });
             }
+            rest = others;
         }
     }
 
-    /// Forgets all that is known of the identities of a bill.
+    /// Forgets all that is known of those whom a bill is for.
     pub(crate) fn reset(&self, bill: &Bill) {
-        for held in &mut self.hold_all(bill) {
+        for charge in &bill.charges {
+            let mut held = self.hold(charge);
             if let Some(slot) = held.slot {
                 held.shard.remove(slot);
             }
@@ -228,19 +236,13 @@ impl Local {
         shards.map(|shard| shard.0.lock().table.len()).sum()
     }
 
-    /// Locks the shards of a bill's identities and finds their entries. Everybody locks in the order
-    /// of the spaces, and no two shards of one space, so nobody waits for each other in a circle.
-    fn hold_all(&self, bill: &Bill) -> SmallVec<[Held<'_>; 4]> {
-        bill.identities.iter().map(|&identity| self.hold(identity)).collect()
-    }
-
-    fn hold(&self, identity: Identity) -> Held<'_> {
-        let shard = self.spaces[identity.space].shard(identity.fingerprint).0.lock();
-        Held {
-            slot: shard.table.find(identity.fingerprint).ok(),
-            fingerprint: identity.fingerprint,
-            shard,
-        }
+    /// Locks the shard of a charge and finds the entry. Everybody locks in the order of the spaces,
+    /// and no two shards of one space, so nobody waits for each other in a circle.
+    #[inline(always)]
+    fn hold(&self, charge: &Charge) -> Held<'_> {
+        let fingerprint = charge.fingerprint;
+        let shard = self.spaces[charge.space()].shard(fingerprint).0.lock();
+        Held { slot: shard.table.find(fingerprint).ok(), shard, fingerprint }
     }
 }
 
@@ -250,41 +252,66 @@ impl fmt::Debug for Local {
     }
 }
 
-/// A locked shard with the place of an identity in it.
-struct Held<'a> {
-    shard: MutexGuard<'a, Shard>,
-    fingerprint: u128,
-    slot: Option<usize>,
+/// The charges of the first space, and those that follow.
+#[inline(always)]
+fn split_first_space(charges: &mut [Charge]) -> Option<(&mut [Charge], &mut [Charge])> {
+    let (first, last) = (charges.first()?.space, charges.last()?.space);
+    // Nearly all requests are counted in one space.
+    let end = if first == last {
+        charges.len()
+    } else {
+        charges.partition_point(|charge| charge.space == first)
+    };
+    Some(charges.split_at_mut(end))
 }
 
-impl Held<'_> {
+/// A locked shard with the place of one who is counted in it.
+struct Held<'a> {
+    shard: MutexGuard<'a, Shard>,
+    slot: Option<usize>,
+    fingerprint: Fingerprint,
+}
+
+/// What a request is to be held against, and when.
+struct Case<'a> {
+    policies: &'a [Entry],
+    rules: &'a [Rule],
+    now_us: u64,
+}
+
+impl Case<'_> {
+    /// Takes the same step on each charge of one entry. Returns from when on one of its states can
+    /// be forgotten.
     #[inline(always)]
-    fn load<'r>(
-        &mut self,
-        local: &'r Local,
-        rules: &'r [Rule],
-        charge: &Charge,
-        now_us: u64,
-    ) -> (Loaded<'r>, bool) {
-        let Shard { table, rings, .. } = &mut *self.shard;
-        let entry = self.slot.map(|slot| table.state(slot));
-        let Entry { rule, field } = &local.policies[charge.policy()];
-        Loaded::load(field, entry, charge.rule(rules).unwrap_or(rule), rings, now_us)
+    fn step(
+        &self,
+        entry: &mut [u64],
+        rings: &mut Rings,
+        charges: &mut [Charge],
+        step: &mut impl Step,
+    ) -> u64 {
+        let mut earliest_fresh_us = u64::MAX;
+        for charge in charges {
+            let Entry { rule, field } = &self.policies[charge.policy()];
+            let rule = charge.rule(self.rules).unwrap_or(rule);
+            if let Some(fresh_at_us) = field.step(entry, rule, rings, self.now_us, charge, step) {
+                earliest_fresh_us = earliest_fresh_us.min(fresh_at_us);
+            }
+        }
+        earliest_fresh_us
+    }
+}
+
+impl Shard {
+    #[cold]
+    fn take_back(&mut self, slot: usize, case: &Case<'_>, charges: &mut [Charge]) {
+        self.step(slot, case, charges, &mut TakeBack);
     }
 
-    fn store(&mut self, field: &Field, state: &Loaded<'_>, now_us: u64) {
-        let slot = match self.slot {
-            Some(slot) => slot,
-            None => *self.slot.insert(self.shard.insert(self.fingerprint, now_us)),
-        };
-        let Shard { table, rings, earliest_fresh_us, .. } = &mut *self.shard;
-        let entry = table.state_mut(slot);
-        state.store(field, entry, rings);
-        *earliest_fresh_us = (*earliest_fresh_us).min(entry[field.fresh_at()]);
-        if self.shard.logs_are_full() {
-            self.shard.make_room_for_logs(self.fingerprint, now_us);
-            self.slot = self.shard.table.find(self.fingerprint).ok();
-        }
+    #[inline(always)]
+    fn step(&mut self, slot: usize, case: &Case<'_>, charges: &mut [Charge], step: &mut impl Step) {
+        let fresh_at_us = case.step(self.table.state_mut(slot), &mut self.rings, charges, step);
+        self.earliest_fresh_us = self.earliest_fresh_us.min(fresh_at_us);
     }
 }
 
@@ -310,13 +337,15 @@ impl Space {
         }
     }
 
-    fn shard(&self, fingerprint: u128) -> &Padded {
+    #[inline]
+    fn shard(&self, fingerprint: Fingerprint) -> &Padded {
         // The number of shards is a power of two. Tables sort by the upper half.
-        &self.shards[fingerprint as usize & (self.shards.len() - 1)]
+        &self.shards[fingerprint.lower as usize & (self.shards.len() - 1)]
     }
 
     /// Sweeps as many shards as are due. Between two requests none are, and then all that have
     /// become due, up to a bound on the time that takes.
+    #[inline]
     fn sweep(&self, now_us: u64) {
         let last_us = self.last_sweep_us.load(Relaxed);
         // A clock that stepped back wraps to a very long time: everything is due.

@@ -35,11 +35,6 @@ impl Rings {
         self.capacity
     }
 
-    pub(super) fn get(&self, id: RingId) -> &VecDeque<u64> {
-        static EMPTY: VecDeque<u64> = VecDeque::new();
-        self.rings.get(id.0).unwrap_or(&EMPTY)
-    }
-
     /// Changes a ring. One who has none gets one as soon as there is something to remember.
     pub(super) fn update<T>(
         &mut self,

@@ -1,6 +1,7 @@
 //! A shard: a table with its bounds, and what is forgotten when they are reached.
 
 use super::{rings::Rings, state::Field, table::Table};
+use crate::key::Fingerprint;
 
 pub(super) struct Shard {
     pub(super) table: Table,
@@ -44,7 +45,7 @@ impl Shard {
     }
 
     /// Adds an entry that is not there yet, and forgets another one if there are too many.
-    pub(super) fn insert(&mut self, fingerprint: u128, now_us: u64) -> usize {
+    pub(super) fn insert(&mut self, fingerprint: Fingerprint, now_us: u64) -> usize {
         self.inserted_since_sweep += 1;
         while self.table.len() >= self.bounds.keys {
             self.make_room(fingerprint, now_us);
@@ -52,14 +53,10 @@ impl Shard {
         self.table.insert(fingerprint)
     }
 
-    /// Whether the sliding logs take more memory than they may.
-    pub(super) fn logs_are_full(&self) -> bool {
-        self.rings.capacity() > self.bounds.log_entries
-    }
-
     /// Forgets others until the sliding logs take no more memory than they may.
-    pub(super) fn make_room_for_logs(&mut self, fingerprint: u128, now_us: u64) {
-        while self.logs_are_full() && self.table.len() > 1 {
+    #[inline]
+    pub(super) fn limit_logs(&mut self, fingerprint: Fingerprint, now_us: u64) {
+        while self.rings.capacity() > self.bounds.log_entries && self.table.len() > 1 {
             self.make_room(fingerprint, now_us);
         }
     }
@@ -95,7 +92,7 @@ impl Shard {
     /// Forgets what is fresh; if that is nothing, the one that is fresh soonest of some, but not
     /// the one that room is made for. Looking through the whole table pays only once a part of it is
     /// new, so that a flood of new keys costs each of them no more than a look at some entries.
-    fn make_room(&mut self, fingerprint: u128, now_us: u64) {
+    fn make_room(&mut self, fingerprint: Fingerprint, now_us: u64) {
         if self.inserted_since_sweep * CANDIDATES >= self.table.slots() {
             let before = self.table.len();
             self.sweep(now_us);

@@ -1,13 +1,15 @@
-//! The states of an identity's policies in the words of its entry, and a decision on them.
+//! The states of an identity's policies in the words of its entry, and the steps of a decision on
+//! them.
 //!
 //! The first word of every state is the instant from which on it equals that of a key never seen,
-//! or a later one. So a table can be swept without knowing what it holds.
+//! or a later one. So a table can be swept without knowing what it holds. A state of zeros is one
+//! that was never charged, whatever the algorithm.
 
 use super::rings::{RingId, Rings};
 use crate::{
     algorithm::{Algorithm, FixedWindow, Meter, Pace, SlidingLog, SlidingWindow},
     decision::Verdict,
-    store::{Kind, Rule},
+    store::{Answer, Charge, Kind, Rule},
 };
 use std::ops::Range;
 
@@ -43,159 +45,226 @@ impl Field {
     pub(super) fn ring(&self, state: &[u64]) -> RingId {
         RingId::from_word(state[self.words.start + 1])
     }
-}
 
-/// A state, taken out of its entry, with the algorithm that knows what it means.
-pub(super) enum Loaded<'a> {
-    Meter(&'a Meter, <Meter as Algorithm>::State),
-    FixedWindow(&'a FixedWindow, <FixedWindow as Algorithm>::State),
-    SlidingWindow(&'a SlidingWindow, <SlidingWindow as Algorithm>::State),
-    /// A ring is decided on where it is.
-    SlidingLog(&'a SlidingLog, RingId),
-}
-
-/// Evaluates the same expression whatever the algorithm is.
-macro_rules! with {
-    ($loaded:expr, $rings:expr, |$algorithm:ident, $state:ident| $body:expr) => {
-        match $loaded {
-            Loaded::Meter($algorithm, $state) => $body,
-            Loaded::FixedWindow($algorithm, $state) => $body,
-            Loaded::SlidingWindow($algorithm, $state) => $body,
-            Loaded::SlidingLog($algorithm, ring) => {
-                let $state = $rings.get(*ring);
-                $body
-            }
-        }
-    };
-    ($loaded:expr, mut $rings:expr, |$algorithm:ident, $state:ident| $body:expr) => {
-        match $loaded {
-            Loaded::Meter($algorithm, $state) => $body,
-            Loaded::FixedWindow($algorithm, $state) => $body,
-            Loaded::SlidingWindow($algorithm, $state) => $body,
-            Loaded::SlidingLog($algorithm, ring) => $rings.update(ring, |$state| $body),
-        }
-    };
-}
-
-/// What a policy says to a cost that it was not charged yet.
-pub(super) struct Opinion {
-    pub(super) verdict: Verdict,
-    /// What remains without the charge.
-    pub(super) remaining: u64,
-}
-
-impl<'a> Loaded<'a> {
-    /// The state in `field` of an entry, brought to the present; `None` is a key never seen. Says
-    /// also whether the state has to be kept even if nothing is charged.
-    #[inline]
-    pub(super) fn load(
-        field: &Field,
-        entry: Option<&[u64]>,
-        rule: &'a Rule,
+    /// Brings the state of an entry to the present and takes a step on it, whatever the algorithm.
+    /// If the state has to be kept, it is put back; then this returns from when on it can be forgotten.
+    #[inline(always)]
+    pub(super) fn step(
+        &self,
+        entry: &mut [u64],
+        rule: &Rule,
         rings: &mut Rings,
         now_us: u64,
-    ) -> (Self, bool) {
-        // A state of zeros is one that was never charged, whatever the algorithm.
-        let words = entry.map_or(&[0; 5][..field.words.len()], |entry| &entry[field.words.clone()]);
-        let mut taken_over = false;
-        let mut loaded = match rule {
-            Rule::Meter(meter) => {
-                let (empty_at_us, spare) = (words[0], words[1]);
-                let mut state = MeterState { empty_at_us, spare };
-                if let [_, _, tick_us, drops_per_tick, drops_per_unit] = *words
-                    && tick_us > 0
-                {
-                    let pace = Pace { tick_us, drops_per_tick, drops_per_unit };
-                    taken_over = meter.take_over(&mut state, pace, now_us);
-                }
-                Self::Meter(meter, state)
-            }
-            Rule::FixedWindow(window) => {
-                let (end_us, count) = (words[0], words[1]);
-                Self::FixedWindow(window, FixedWindowState { end_us, count })
-            }
-            Rule::SlidingWindow(window) => {
-                let (current, previous, window_us) = (words[1], words[2], words[3]);
-                let start_us = words[0] - 2 * window_us;
-                let state = SlidingWindowState { start_us, current, previous, window_us };
-                Self::SlidingWindow(window, state)
-            }
-            Rule::SlidingLog(log) => Self::SlidingLog(log, RingId::from_word(words[1])),
+        charge: &mut Charge,
+        step: &mut impl Step,
+    ) -> Option<u64> {
+        let words = &mut entry[self.words.clone()];
+        let keep = match rule {
+            Rule::Meter(meter) => step_on_words(meter, words, now_us, charge, step),
+            Rule::FixedWindow(window) => step_on_words(window, words, now_us, charge, step),
+            Rule::SlidingWindow(window) => step_on_words(window, words, now_us, charge, step),
+            Rule::SlidingLog(log) => step_on_ring(log, words, rings, now_us, charge, step),
         };
-        let moved =
-            with!(&mut loaded, mut rings, |algorithm, state| algorithm.settle(state, now_us));
-        (loaded, taken_over || moved)
+        keep.then(|| words[0])
     }
+}
 
-    /// Puts the state back into `field` of its entry.
-    #[inline]
-    pub(super) fn store(&self, field: &Field, entry: &mut [u64], rings: &Rings) {
-        let words = &mut entry[field.words.clone()];
-        match self {
-            Self::Meter(meter, state) => {
-                (words[0], words[1]) = (state.empty_at_us, state.spare);
-                if let [_, _, tick_us, drops_per_tick, drops_per_unit] = words {
-                    let pace = meter.pace();
-                    *tick_us = pace.tick_us;
-                    *drops_per_tick = pace.drops_per_tick;
-                    *drops_per_unit = pace.drops_per_unit;
-                }
+/// A step of a decision.
+pub(super) trait Step {
+    /// Takes the step on a state that was brought to the present. Returns whether it was changed.
+    fn take<A: Algorithm>(
+        &mut self,
+        algorithm: &A,
+        state: &mut A::State,
+        now_us: u64,
+        charge: &mut Charge,
+    ) -> bool;
+}
+
+/// Answers charges, and makes them until there is no room for one.
+pub(super) struct Decide {
+    charging: bool,
+    /// Whether there was room for all so far.
+    pub(super) admitted: bool,
+}
+
+/// Takes back the charges that were just made, and answers anew without them.
+pub(super) struct TakeBack;
+
+/// Gives back what was charged some time ago.
+pub(super) struct Refund {
+    pub(super) spent_us: u64,
+}
+
+impl Decide {
+    /// Makes charges only if it is `charging`.
+    pub(super) const fn new(charging: bool) -> Self {
+        Self { charging, admitted: true }
+    }
+}
+
+impl Step for Decide {
+    #[inline(always)]
+    fn take<A: Algorithm>(
+        &mut self,
+        algorithm: &A,
+        state: &mut A::State,
+        now_us: u64,
+        charge: &mut Charge,
+    ) -> bool {
+        let mut remaining = algorithm.remaining(state, now_us);
+        let fits = charge.cost <= remaining;
+        let verdict = if fits {
+            Verdict::Admitted
+        } else {
+            algorithm.wait(state, now_us, charge.cost).map_or(Verdict::Never, Verdict::Wait)
+        };
+        self.admitted &= fits;
+        let charged = self.charging && self.admitted && charge.cost > 0;
+        let mut queued = None;
+        if charged {
+            algorithm.charge(state, now_us, charge.cost);
+            queued = algorithm.queued(state, now_us, charge.cost);
+            remaining -= charge.cost;
+        }
+        let reset_us = algorithm.reset(state, now_us, remaining);
+        charge.answer = Answer { verdict, remaining, reset_us, queued, charged };
+        charged
+    }
+}
+
+impl Step for TakeBack {
+    #[cold]
+    fn take<A: Algorithm>(
+        &mut self,
+        algorithm: &A,
+        state: &mut A::State,
+        now_us: u64,
+        charge: &mut Charge,
+    ) -> bool {
+        let answer = &mut charge.answer;
+        let charged = std::mem::take(&mut answer.charged);
+        if charged {
+            algorithm.take_back(state, now_us, charge.cost);
+            answer.remaining += charge.cost;
+            answer.reset_us = algorithm.reset(state, now_us, answer.remaining);
+            answer.queued = None;
+        }
+        charged
+    }
+}
+
+impl Step for Refund {
+    fn take<A: Algorithm>(
+        &mut self,
+        algorithm: &A,
+        state: &mut A::State,
+        now_us: u64,
+        charge: &mut Charge,
+    ) -> bool {
+        algorithm.refund(state, now_us, self.spent_us, charge.cost);
+        true
+    }
+}
+
+/// An algorithm whose state is so small that it stands in the words of an entry.
+trait InWords: Algorithm {
+    /// The state in `words`; and whether it has to be kept even if nothing is charged, because it
+    /// was of another quota.
+    fn read(&self, words: &[u64], now_us: u64) -> (Self::State, bool);
+
+    fn write(&self, state: &Self::State, words: &mut [u64]);
+}
+
+/// Returns whether the state has to be kept, and was.
+#[inline(never)]
+fn step_on_words<A: InWords>(
+    algorithm: &A,
+    words: &mut [u64],
+    now_us: u64,
+    charge: &mut Charge,
+    step: &mut impl Step,
+) -> bool {
+    let (mut state, taken_over) = algorithm.read(words, now_us);
+    let moved = algorithm.settle(&mut state, now_us);
+    let keep = step.take(algorithm, &mut state, now_us, charge) | taken_over | moved;
+    if keep {
+        algorithm.write(&state, words);
+    }
+    keep
+}
+
+/// The same for a log, whose ring is found by the second word.
+#[inline(never)]
+fn step_on_ring(
+    log: &SlidingLog,
+    words: &mut [u64],
+    rings: &mut Rings,
+    now_us: u64,
+    charge: &mut Charge,
+    step: &mut impl Step,
+) -> bool {
+    let mut id = RingId::from_word(words[1]);
+    let keep = rings.update(&mut id, |ring| {
+        let moved = log.settle(ring, now_us);
+        let keep = step.take(log, ring, now_us, charge) | moved;
+        if keep {
+            words[0] = log.fresh_at(ring);
+        }
+        keep
+    });
+    words[1] = id.to_word();
+    keep
+}
+
+impl InWords for Meter {
+    #[inline(always)]
+    fn read(&self, words: &[u64], now_us: u64) -> (Self::State, bool) {
+        let [empty_at_us, spare, ref pace @ ..] = *words else {
+            unreachable!("the words of a meter");
+        };
+        match *pace {
+            [tick_us, drops_per_tick, drops_per_unit] if tick_us > 0 => {
+                let pace = Pace { tick_us, drops_per_tick, drops_per_unit };
+                let mut state = pace.state(empty_at_us, spare);
+                let taken_over = self.take_over(&mut state, pace, now_us);
+                (state, taken_over)
             }
-            Self::FixedWindow(_, state) => (words[0], words[1]) = (state.end_us, state.count),
-            Self::SlidingWindow(_, state) => {
-                words[0] = state.start_us + 2 * state.window_us;
-                (words[1], words[2], words[3]) = (state.current, state.previous, state.window_us);
-            }
-            Self::SlidingLog(log, ring) => {
-                (words[0], words[1]) = (log.fresh_at(rings.get(*ring)), ring.to_word());
-            }
+            _ => (self.pace().state(empty_at_us, spare), false),
         }
     }
 
-    /// Whether there is room for `cost`.
-    #[inline]
-    pub(super) fn ask(&self, rings: &Rings, now_us: u64, cost: u64) -> Opinion {
-        with!(self, rings, |algorithm, state| {
-            let remaining = algorithm.remaining(state, now_us);
-            let verdict = if cost <= remaining {
-                Verdict::Admitted
-            } else {
-                algorithm.wait(state, now_us, cost).map_or(Verdict::Never, Verdict::Wait)
-            };
-            Opinion { verdict, remaining }
-        })
-    }
-
-    /// Spends `cost`, for which there is room.
-    #[inline]
-    pub(super) fn charge(&mut self, rings: &mut Rings, now_us: u64, cost: u64) {
-        with!(self, mut rings, |algorithm, state| algorithm.charge(state, now_us, cost));
-    }
-
-    /// Gives back `cost` that was spent at `spent_us`.
-    pub(super) fn refund(&mut self, rings: &mut Rings, now_us: u64, spent_us: u64, cost: u64) {
-        with!(self, mut rings, |algorithm, state| algorithm.refund(state, now_us, spent_us, cost));
-    }
-
-    /// How long until more than `remaining` can be spent.
-    #[inline]
-    pub(super) fn reset(&self, rings: &Rings, now_us: u64, remaining: u64) -> u64 {
-        with!(self, rings, |algorithm, state| algorithm.reset(state, now_us, remaining))
-    }
-
-    /// How long `cost`, which was just charged, has to wait for its turn, if it has to; and how
-    /// much sooner those behind it have theirs if it gives up its own.
-    pub(super) fn delay(&self, now_us: u64, cost: u64) -> Option<(u64, u64)> {
-        let Self::Meter(meter, state) = self else {
-            return None;
-        };
-        match meter.delay(state, now_us) {
-            0 => None,
-            delay_us => Some((delay_us, meter.time_of(cost))),
+    #[inline(always)]
+    fn write(&self, state: &Self::State, words: &mut [u64]) {
+        (words[0], words[1]) = self.to_words(state);
+        if let [_, _, tick_us, drops_per_tick, drops_per_unit] = words {
+            let pace = self.pace();
+            *tick_us = pace.tick_us;
+            *drops_per_tick = pace.drops_per_tick;
+            *drops_per_unit = pace.drops_per_unit;
         }
     }
 }
 
-type MeterState = <Meter as Algorithm>::State;
-type FixedWindowState = <FixedWindow as Algorithm>::State;
-type SlidingWindowState = <SlidingWindow as Algorithm>::State;
+impl InWords for FixedWindow {
+    fn read(&self, words: &[u64], _now_us: u64) -> (Self::State, bool) {
+        (Self::State { end_us: words[0], count: words[1] }, false)
+    }
+
+    fn write(&self, state: &Self::State, words: &mut [u64]) {
+        (words[0], words[1]) = (state.end_us, state.count);
+    }
+}
+
+impl InWords for SlidingWindow {
+    fn read(&self, words: &[u64], _now_us: u64) -> (Self::State, bool) {
+        let (current, previous, window_us) = (words[1], words[2], words[3]);
+        let start_us = words[0] - 2 * window_us;
+        (Self::State { start_us, current, previous, window_us }, false)
+    }
+
+    fn write(&self, state: &Self::State, words: &mut [u64]) {
+        words[0] = state.start_us + 2 * state.window_us;
+        (words[1], words[2], words[3]) = (state.current, state.previous, state.window_us);
+    }
+}

@@ -8,6 +8,9 @@
 //! ends at the first larger fingerprint, and growing, shrinking and sweeping are one pass from the
 //! left to the right.
 
+use crate::key::Fingerprint;
+use smallvec::SmallVec;
+
 /// Entries are at most this share of the homes, as a fraction.
 const MAX_LOAD: (usize, usize) = (7, 8);
 
@@ -22,7 +25,7 @@ pub(super) struct Table {
     width: usize,
     homes: usize,
     len: usize,
-    /// All slots. A fingerprint of zero is an empty slot; the last slot is always empty.
+    /// All slots. An empty one has nobody's fingerprint; the last slot is always empty.
     words: Vec<u64>,
 }
 
@@ -41,22 +44,27 @@ impl Table {
     }
 
     /// The slot of an entry, or the one where it would have to be.
-    pub(super) fn find(&self, fingerprint: u128) -> Result<usize, usize> {
-        let wanted = halves(fingerprint);
-        let home = home(wanted.0, self.homes);
-        for (displaced, entry) in
-            self.words[home * self.width..].chunks_exact(self.width).enumerate()
-        {
-            let found = (entry[0], entry[1]);
+    #[inline]
+    pub(super) fn find(&self, wanted: Fingerprint) -> Result<usize, usize> {
+        let mut slot = home(wanted, self.homes);
+        // The last slot is always empty; only a table without any has no slot to end the search.
+        while let Some(entry) = self.words.get(slot * self.width..).and_then(<[u64]>::first_chunk) {
+            let found = fingerprint(entry);
             if found == wanted {
-                return Ok(home + displaced);
+                return Ok(slot);
             }
-            if found == (0, 0) || found > wanted {
-                return Err(home + displaced);
+            if found == Fingerprint::NOBODY || found > wanted {
+                break;
             }
+            slot += 1;
         }
-        // Only a table without any slots has no empty one at its end.
-        Err(0)
+        Err(slot)
+    }
+
+    /// The state of one who has no entry yet.
+    #[cold]
+    pub(super) fn new_state(&self) -> SmallVec<[u64; 8]> {
+        SmallVec::from_elem(0, self.width - FINGERPRINT)
     }
 
     /// The state of the entry in `slot`.
@@ -71,12 +79,13 @@ impl Table {
     }
 
     /// Whose entry is in `slot`.
-    pub(super) fn fingerprint(&self, slot: usize) -> Option<u128> {
-        Some(self.raw_fingerprint(slot)).filter(|&fingerprint| fingerprint != 0)
+    pub(super) fn fingerprint(&self, slot: usize) -> Option<Fingerprint> {
+        let found = fingerprint(self.words[slot * self.width..].first_chunk()?);
+        (found != Fingerprint::NOBODY).then_some(found)
     }
 
     /// Adds an entry that is not there yet, with a state of zeros, and returns its slot.
-    pub(super) fn insert(&mut self, fingerprint: u128) -> usize {
+    pub(super) fn insert(&mut self, fingerprint: Fingerprint) -> usize {
         if (self.len + 1) * MAX_LOAD.1 > self.homes * MAX_LOAD.0 {
             self.resize(self.homes + self.homes / 4 + 8);
         }
@@ -86,7 +95,7 @@ impl Table {
                 Err(slot) => slot,
             };
             let mut empty = slot;
-            while self.raw_fingerprint(empty) != 0 {
+            while self.fingerprint(empty).is_some() {
                 empty += 1;
             }
             // The last slot has to stay empty: it ends every search.
@@ -94,7 +103,8 @@ impl Table {
                 let (from, to) = (slot * self.width, empty * self.width);
                 self.words.copy_within(from..to, from + self.width);
                 self.words[from..from + self.width].fill(0);
-                (self.words[from], self.words[from + 1]) = halves(fingerprint);
+                self.words[from] = fingerprint.upper;
+                self.words[from + 1] = fingerprint.lower;
                 self.len += 1;
                 return slot;
             }
@@ -105,10 +115,7 @@ impl Table {
     /// Removes the entry in `slot`.
     pub(super) fn remove(&mut self, slot: usize) {
         let mut end = slot + 1;
-        while self
-            .fingerprint(end)
-            .is_some_and(|displaced| home(halves(displaced).0, self.homes) < end)
-        {
+        while self.fingerprint(end).is_some_and(|displaced| home(displaced, self.homes) < end) {
             end += 1;
         }
         let width = self.width;
@@ -126,7 +133,7 @@ impl Table {
             };
             let from = slot * self.width;
             if keep(self.state(slot)) {
-                let to = home(halves(fingerprint).0, self.homes).max(next);
+                let to = home(fingerprint, self.homes).max(next);
                 next = to + 1;
                 if to == slot {
                     continue;
@@ -142,12 +149,6 @@ impl Table {
         }
     }
 
-    /// Zero is nobody's.
-    fn raw_fingerprint(&self, slot: usize) -> u128 {
-        let start = slot * self.width;
-        u128::from(self.words[start]) << 64 | u128::from(self.words[start + 1])
-    }
-
     /// Lays the entries out over at least so many homes.
     fn resize(&mut self, mut homes: usize) {
         while !self.try_resize(homes) {
@@ -160,10 +161,12 @@ impl Table {
         let mut words = vec![0; slots * self.width];
         let mut next = 0;
         for entry in self.words.chunks_exact(self.width) {
-            if (entry[0], entry[1]) == (0, 0) {
+            let Some(entry_of) = entry.first_chunk() else { continue };
+            let fingerprint = fingerprint(entry_of);
+            if fingerprint == Fingerprint::NOBODY {
                 continue;
             }
-            let slot = home(entry[0], homes).max(next);
+            let slot = home(fingerprint, homes).max(next);
             next = slot + 1;
             if next >= slots {
                 return false;
@@ -176,14 +179,17 @@ impl Table {
     }
 }
 
-fn halves(fingerprint: u128) -> (u64, u64) {
-    ((fingerprint >> 64) as u64, fingerprint as u64)
+/// Whose entry it is.
+#[inline]
+fn fingerprint(&[upper, lower]: &[u64; FINGERPRINT]) -> Fingerprint {
+    Fingerprint { upper, lower }
 }
 
 /// Where an entry stands in a table of `homes` homes if nobody is in its way.
-fn home(upper_half: u64, homes: usize) -> usize {
+#[inline]
+fn home(fingerprint: Fingerprint, homes: usize) -> usize {
     // Scales it from 0..2^64 to 0..homes, which keeps the order.
-    ((u128::from(upper_half) * homes as u128) >> 64) as usize
+    ((u128::from(fingerprint.upper) * homes as u128) >> 64) as usize
 }
 
 #[cfg(test)]
@@ -194,19 +200,20 @@ mod tests {
 
     #[derive(Clone, Debug)]
     enum Op {
-        Insert(u128, u64),
-        Remove(u128),
+        Insert(Fingerprint, u64),
+        Remove(Fingerprint),
         Retain(u64),
     }
 
     /// Few fingerprints, some of them crowded at either end.
-    fn fingerprint() -> impl Strategy<Value = u128> {
+    fn fingerprint() -> impl Strategy<Value = Fingerprint> {
         prop_oneof![
             1_u128..40,
             (0_u128..40).prop_map(|n| u128::MAX - n),
             (1_u128..200).prop_map(|n| n << 120 | n),
             (1_u128..200).prop_map(|n| n << 64),
         ]
+        .prop_map(Fingerprint::from)
     }
 
     fn op() -> impl Strategy<Value = Op> {
@@ -264,7 +271,7 @@ mod tests {
         let mut table = Table::new(2);
         let scattered = |n: u128| n.wrapping_mul(0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835) | 1;
         for n in 1..=100_000 {
-            table.insert(scattered(n));
+            table.insert(scattered(n).into());
             let bytes = table.words.len() * 8;
             assert!(n < 1_000 || bytes < 50 * n as usize, "{bytes} bytes for {n} entries");
         }

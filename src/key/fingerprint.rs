@@ -1,0 +1,75 @@
+//! Fingerprints: keyed hashes in place of keys.
+
+use super::{Key, KeyError, KeyExtractor};
+use std::{
+    borrow::Cow,
+    hash::{BuildHasher, RandomState},
+};
+use xxhash_rust::xxh3::xxh3_128_with_secret;
+
+/// All of a key that a store may know: 128 bits of a keyed hash. They are ordered like one number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Fingerprint {
+    pub(crate) upper: u64,
+    pub(crate) lower: u64,
+}
+
+/// What makes the fingerprints of a stack its own: 128 bits, so that no two callers ever share a
+/// budget by chance, under a secret, so that none can do so on purpose.
+pub(crate) struct Secret([u8; 192]);
+
+/// An extractor as a stack uses it. The key never leaves the function that makes and hashes it, so
+/// that a request's key is not moved from place to place.
+pub(crate) trait FindKey<R: ?Sized>: Send + Sync {
+    fn find_key(&self, request: &R, secret: &Secret) -> Result<Fingerprint, Box<KeyError>>;
+
+    fn name(&self) -> Option<Cow<'static, str>>;
+}
+
+impl<R: ?Sized, E: KeyExtractor<R>> FindKey<R> for E {
+    fn find_key(&self, request: &R, secret: &Secret) -> Result<Fingerprint, Box<KeyError>> {
+        match &self.extract(request) {
+            Ok(key) => Ok(secret.fingerprint(key)),
+            Err(error) => Err(Box::new(error.clone())),
+        }
+    }
+
+    fn name(&self) -> Option<Cow<'static, str>> {
+        KeyExtractor::name(self)
+    }
+}
+
+impl Secret {
+    /// A secret that nobody can guess: the standard library seeds its hash tables from the system's
+    /// random numbers, and SipHash spreads such a seed over as many bytes as are needed.
+    pub(crate) fn random() -> Self {
+        let random = RandomState::new();
+        let mut secret = [0; 192];
+        for (index, bytes) in secret.chunks_exact_mut(8).enumerate() {
+            bytes.copy_from_slice(&random.hash_one(index).to_ne_bytes());
+        }
+        Self(secret)
+    }
+
+    #[inline]
+    pub(crate) fn fingerprint(&self, key: &Key) -> Fingerprint {
+        let hash = key.with_bytes(|bytes| xxh3_128_with_secret(bytes, &self.0));
+        let mut fingerprint = Fingerprint::from(hash);
+        if fingerprint == Fingerprint::NOBODY {
+            fingerprint.lower = 1;
+        }
+        fingerprint
+    }
+}
+
+impl Fingerprint {
+    /// No key has it.
+    pub(crate) const NOBODY: Self = Self { upper: 0, lower: 0 };
+}
+
+impl From<u128> for Fingerprint {
+    #[inline]
+    fn from(hash: u128) -> Self {
+        Self { upper: (hash >> 64) as u64, lower: hash as u64 }
+    }
+}
