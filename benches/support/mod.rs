@@ -82,7 +82,14 @@ pub(crate) fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// The line of one figure against one peer.
-pub(crate) fn result(bench: &str, case: &str, unit: &str, tollgate: f64, peer: &str, peer_value: f64) {
+pub(crate) fn result(
+    bench: &str,
+    case: &str,
+    unit: &str,
+    tollgate: f64,
+    peer: &str,
+    peer_value: f64,
+) {
     let round = |value: f64, to: f64| (value * to).round() / to;
     let line = json!({
         "bench": bench,

@@ -10,11 +10,8 @@
 //! over any length of time. With `limit` units per `period` ticks, reduced to lowest terms, a unit
 //! is `period` drops and a tick drains `limit`.
 
-use super::{Algorithm, MAX_PRODUCT, TICKS_US};
-use crate::{
-    policy::quota::{MAX_SPAN_US, Quota, QuotaError},
-    store::Queued,
-};
+use super::{Algorithm, MAX_PRODUCT, Queued, TICKS_US};
+use crate::policy::quota::{MAX_SPAN_US, Quota, QuotaError};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Meter {

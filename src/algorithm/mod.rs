@@ -21,14 +21,21 @@ pub(crate) use meter::{Meter, Pace};
 pub(crate) use sliding_log::{MAX_LIMIT as MAX_LOG_LIMIT, SlidingLog};
 pub(crate) use sliding_window::SlidingWindow;
 
-use crate::store::Queued;
-
 /// The largest product that the constructors allow. A state may hold twice as much for a while,
 /// after a step of the clock, and a cost comes on top: three times this is still below 2^53.
 const MAX_PRODUCT: u64 = 1 << 51;
 
 /// What time is counted in: the finest of these that keeps a quota's products in range.
 const TICKS_US: [u64; 3] = [1, 1_000, 1_000_000];
+
+/// Where a request that was admitted stands in the queue of a shaping bucket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Queued {
+    /// How long it has to wait for its turn.
+    pub(crate) delay_us: u64,
+    /// How much sooner those behind it have their turn if it gives up its own.
+    pub(crate) length_us: u64,
+}
 
 pub(crate) trait Algorithm {
     /// What is remembered of one key. The default is a key never seen.

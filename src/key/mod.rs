@@ -61,9 +61,12 @@ enum Encoding {
     /// A word with the tag and the length, then the bytes, and zeros behind them: whole words, so
     /// that the keys of nearly all requests pass from hand to hand in registers.
     Short([u64; WORDS]),
-    /// The tag, then more bytes than a short key has room for.
+    /// The tag with a mark, then more bytes than a short key has room for.
     Long(Box<[u8]>),
 }
+
+/// What marks the tag of a long key, which otherwise could be made to look like a short one.
+const LONG: u8 = 0x80;
 
 /// The words of a short key.
 const WORDS: usize = 1 + SHORT / 8;
@@ -123,7 +126,7 @@ impl Key {
 
     #[cold]
     fn long(tag: Tag, bytes: &[u8]) -> Self {
-        Self(Encoding::Long([&[tag as u8], bytes].concat().into()))
+        Self(Encoding::Long([&[tag as u8 | LONG], bytes].concat().into()))
     }
 
     /// Gives the bytes to be hashed; no two keys have the same.
@@ -410,6 +413,15 @@ mod tests {
             };
             prop_assert!(a == b || !encoding(&a).starts_with(&encoding(&b)));
         }
+    }
+
+    #[test]
+    fn a_long_key_does_not_pass_for_a_short_one() {
+        let short = Key::from("abcde");
+        let look_alike = short.with_bytes(|bytes| bytes[1..].to_vec());
+        let long = Key::from(String::from_utf8(look_alike).unwrap());
+        assert_ne!(short, long);
+        assert_ne!(short.with_bytes(<[u8]>::to_vec), long.with_bytes(<[u8]>::to_vec));
     }
 
     #[test]

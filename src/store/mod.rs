@@ -5,7 +5,7 @@
 pub(crate) mod local;
 
 use crate::{
-    algorithm::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow},
+    algorithm::{Algorithm, Anchor, FixedWindow, Meter, Queued, SlidingLog, SlidingWindow},
     decision::{Allotment, Verdict},
     key::Fingerprint,
     policy::quota::{Quota, QuotaError},
@@ -60,15 +60,6 @@ pub(crate) struct Answer {
     pub(crate) queued: Option<Queued>,
     /// Whether the charge was made.
     pub(crate) charged: bool,
-}
-
-/// Where a request that was admitted stands in the queue of a shaping bucket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Queued {
-    /// How long it has to wait for its turn.
-    pub(crate) delay_us: u64,
-    /// How much sooner those behind it have their turn if it gives up its own.
-    pub(crate) length_us: u64,
 }
 
 /// All that one request is to be charged. Charges are in ascending order of their spaces, and those
