@@ -36,17 +36,18 @@ fn main() {
     memory();
 }
 
-/// Keys in random order, so that no walk through them is a walk through memory.
+/// Keys in random order, so that no walk through them is a walk through a store's memory. Their own
+/// bytes lie in that order, as those of a request just read lie in the cache.
 fn keys(count: usize) -> Vec<String> {
-    let mut keys: Vec<_> = (0..count).map(key).collect();
+    let mut numbers: Vec<_> = (0..count).collect();
     let mut state = 0x2545_F491_4F6C_DD1D_u64;
-    for i in (1..keys.len()).rev() {
+    for i in (1..count).rev() {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        keys.swap(i, (state % (i as u64 + 1)) as usize);
+        numbers.swap(i, (state % (i as u64 + 1)) as usize);
     }
-    keys
+    numbers.into_iter().map(key).collect()
 }
 
 fn key(number: usize) -> String {

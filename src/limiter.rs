@@ -121,6 +121,10 @@ impl<R: ?Sized + 'static> Limiter<R> {
             let name = self.shared.stack.name(charge.policy());
             let charged = decision.outcomes.iter().find(|outcome| outcome.policy == name);
             charge.cost = charged.map_or(0, |outcome| outcome.cost);
+            if let Some(charged) = charged {
+                charge.answer.remaining = charged.remaining;
+                charge.answer.reset_us = charged.reset_us;
+            }
         }
         self.shared.store.refund(&mut bill, self.shared.clock.now_us(), decision.time_us);
         Ok(())
@@ -155,16 +159,16 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let (mut admitted, mut time_us) = (false, 0);
         let places = lines.join(&mut bill, |bill| {
             (admitted, time_us) = shared.acquire(bill, Mode::Charge);
-            time_us
+            admitted.then_some(time_us)
         });
         let decision = shared.sum_up(&bill, admitted, time_us)?;
         let turn = (!places.is_empty()).then(|| {
             let limiter = self.clone();
-            let give_back = move || {
+            let refund = move |bill: &mut Bill| {
                 let shared = &limiter.shared;
-                shared.store.refund(&mut bill.clone(), shared.clock.now_us(), time_us);
+                shared.store.refund(bill, shared.clock.now_us(), time_us);
             };
-            Turn::new(lines, places, shared.clock.clone(), Box::new(give_back))
+            Turn::new(lines, places, shared.clock.clone(), bill, Box::new(refund))
         });
         Ok((decision, turn))
     }

@@ -31,31 +31,40 @@ type LineId = (usize, Fingerprint);
 /// A place in a line.
 pub(crate) struct Place {
     line: LineId,
+    /// The index of the charge that waits.
+    charge: usize,
     /// When its turn is, in microseconds since the Unix epoch.
     turn_us: AtomicU64,
+    /// How long that was from when it joined.
+    delay_us: u64,
     /// How much sooner those behind it have their turn if it is given up.
     length_us: u64,
     waiter: Mutex<Option<Waker>>,
 }
 
 impl Lines {
-    /// Decides a request by `acquire`, which returns the present, and puts the request in line where
-    /// it has to wait. Nobody joins or leaves meanwhile, so lines stay in the order of the decisions.
+    /// Decides a request by `acquire`, which returns the present if the request is admitted, and puts
+    /// it in line where it has to wait. Nobody joins or leaves meanwhile, so lines stay in the order
+    /// of the decisions.
     pub(crate) fn join(
         &self,
         bill: &mut Bill,
-        acquire: impl FnOnce(&mut Bill) -> u64,
+        acquire: impl FnOnce(&mut Bill) -> Option<u64>,
     ) -> Vec<Arc<Place>> {
         let mut lines = self.0.lock();
-        let now_us = acquire(bill);
+        let Some(now_us) = acquire(bill) else {
+            return Vec::new();
+        };
         let mut places = Vec::new();
-        for charge in &bill.charges {
+        for (index, charge) in bill.charges.iter().enumerate() {
             let Some(queued) = charge.answer.queued else {
                 continue;
             };
             let place = Arc::new(Place {
                 line: (charge.policy(), charge.fingerprint),
+                charge: index,
                 turn_us: AtomicU64::new(now_us + queued.delay_us),
+                delay_us: queued.delay_us,
                 length_us: queued.length_us,
                 waiter: Mutex::new(None),
             });
@@ -65,21 +74,20 @@ impl Lines {
         places
     }
 
-    /// Takes places out of their lines. If they are given up before their turn, as `given_up` finds
-    /// out, those behind them move up.
-    fn leave(&self, places: &[Arc<Place>], given_up: impl FnOnce() -> bool) {
+    /// Takes places out of their lines. Behind those that `give_up` finds, those who wait move up.
+    fn leave(&self, places: &[Arc<Place>], give_up: impl FnOnce() -> Vec<Arc<Place>>) {
         let mut moved_up = Vec::new();
         let mut lines = self.0.lock();
-        let given_up = given_up();
+        let given_up = give_up();
         for place in places {
             let Some(line) = lines.get_mut(&place.line) else {
                 continue;
             };
             if let Some(index) = line.iter().position(|other| Arc::ptr_eq(other, place)) {
                 line.remove(index);
-                if given_up {
-                    moved_up
-                        .extend(line[index..].iter().map(|behind| behind.move_up(place.length_us)));
+                if given_up.iter().any(|other| Arc::ptr_eq(other, place)) {
+                    let behind = line[index..].iter();
+                    moved_up.extend(behind.filter_map(|behind| behind.move_up(place.length_us)));
                 }
             }
             if line.is_empty() {
@@ -88,11 +96,23 @@ impl Lines {
         }
         drop(lines);
         // Wakers are not ours, so they are called without a lock.
-        moved_up.into_iter().flatten().for_each(Waker::wake);
+        moved_up.into_iter().for_each(Waker::wake);
     }
 }
 
 impl Place {
+    /// When its turn is. After a clock that stepped back, that is no farther than twice the wait that
+    /// it had in the first place.
+    fn turn_us(&self, now_us: u64) -> u64 {
+        let turn_us = self.turn_us.load(Relaxed);
+        if turn_us <= now_us.saturating_add(2 * self.delay_us) {
+            return turn_us;
+        }
+        let turn_us = now_us + self.delay_us;
+        self.turn_us.store(turn_us, Relaxed);
+        turn_us
+    }
+
     /// Returns whom to tell.
     fn move_up(&self, by_us: u64) -> Option<Waker> {
         let turn_us = self.turn_us.load(Relaxed).saturating_sub(by_us);
@@ -107,9 +127,13 @@ pub(crate) struct Turn {
     places: Vec<Arc<Place>>,
     clock: Clock,
     sleep: Option<Asleep>,
-    /// Gives back what the request was charged.
-    give_back: Box<dyn Fn() + Send + Sync>,
+    /// What the request was charged.
+    bill: Bill,
+    /// Gives it back.
+    refund: Refund,
 }
+
+type Refund = Box<dyn Fn(&mut Bill) + Send + Sync>;
 
 /// A sleep, and until when.
 struct Asleep {
@@ -122,15 +146,15 @@ impl Turn {
         lines: &Lines,
         places: Vec<Arc<Place>>,
         clock: Clock,
-        give_back: Box<dyn Fn() + Send + Sync>,
+        bill: Bill,
+        refund: Refund,
     ) -> Self {
-        Self { lines: lines.clone(), places, clock, sleep: None, give_back }
+        Self { lines: lines.clone(), places, clock, sleep: None, bill, refund }
     }
 
     /// When the last of its turns is.
-    fn turn_us(&self) -> u64 {
-        let turns = self.places.iter().map(|place| place.turn_us.load(Relaxed));
-        turns.max().unwrap_or(0)
+    fn turn_us(&self, now_us: u64) -> u64 {
+        self.places.iter().map(|place| place.turn_us(now_us)).max().unwrap_or(0)
     }
 }
 
@@ -143,9 +167,10 @@ impl Future for Turn {
             *place.waiter.lock() = Some(cx.waker().clone());
         }
         loop {
-            let (turn_us, now_us) = (self.turn_us(), self.clock.now_us());
+            let now_us = self.clock.now_us();
+            let turn_us = self.turn_us(now_us);
             if turn_us <= now_us {
-                self.lines.leave(&self.places, || false);
+                self.lines.leave(&self.places, Vec::new);
                 self.places.clear();
                 return Poll::Ready(());
             }
@@ -170,18 +195,23 @@ impl Drop for Turn {
         if self.places.is_empty() {
             return;
         }
-        self.lines.leave(&self.places, || {
-            let given_up = self.turn_us() > self.clock.now_us();
-            if given_up {
-                (self.give_back)();
+        let Self { lines, places, clock, bill, refund, .. } = self;
+        lines.leave(places, || {
+            let now_us = clock.now_us();
+            let (passed, waiting): (Vec<_>, Vec<_>) =
+                places.iter().cloned().partition(|place| place.turn_us(now_us) <= now_us);
+            if !waiting.is_empty() {
+                // A slot that has passed is nobody's any more.
+                passed.iter().for_each(|place| bill.charges[place.charge].cost = 0);
+                refund(bill);
             }
-            given_up
+            waiting
         });
     }
 }
 
 impl fmt::Debug for Turn {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Turn").field("turn_us", &self.turn_us()).finish_non_exhaustive()
+        f.debug_struct("Turn").field("places", &self.places.len()).finish_non_exhaustive()
     }
 }

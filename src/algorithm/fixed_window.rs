@@ -4,7 +4,7 @@
 //! Around a boundary up to twice the limit can pass within one window's length; that is the bound
 //! of this algorithm.
 
-use super::{Algorithm, calendar};
+use super::{Algorithm, Spent, calendar};
 use crate::policy::quota::{Period, Quota, QuotaError};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,13 +120,13 @@ impl Algorithm for FixedWindow {
         state.count = state.count.saturating_sub(cost);
     }
 
-    fn refund(&self, state: &mut State, now_us: u64, spent_us: u64, cost: u64) {
+    fn refund(&self, state: &mut State, now_us: u64, spent: &Spent) {
         let spent_in_this_window = match self.span {
-            Span::FirstHit(period) => state.end_us <= spent_us + period,
-            _ => state.end_us == self.end_of_window_at(spent_us),
+            Span::FirstHit(period) => state.end_us <= spent.time_us + period,
+            _ => state.end_us == self.end_of_window_at(spent.time_us),
         };
         if spent_in_this_window {
-            self.take_back(state, now_us, cost);
+            self.take_back(state, now_us, spent.cost);
         }
     }
 
@@ -140,6 +140,10 @@ impl Algorithm for FixedWindow {
             _ => self.longest(),
         };
         (self.limit, window_us)
+    }
+
+    fn horizon_us(&self) -> u64 {
+        self.longest()
     }
 
     /// The end of the window, even where its whole limit is left: the wait for more than that would

@@ -10,7 +10,7 @@
 //! over any length of time. With `limit` units per `period` ticks, reduced to lowest terms, a unit
 //! is `period` drops and a tick drains `limit`.
 
-use super::{Algorithm, MAX_PRODUCT, Queued, TICKS_US};
+use super::{Algorithm, MAX_PRODUCT, Queued, Spent, TICKS_US};
 use crate::policy::quota::{MAX_SPAN_US, Quota, QuotaError};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +21,10 @@ pub(crate) struct Meter {
     /// How many drops may be in it at all: the burst, and for a shaping bucket its queue.
     capacity: u64,
     /// How many ticks a full bucket takes to run empty.
-    full_ticks: i64,
+    full_ticks: u64,
+    /// How many ticks the instant on record can be ahead before it must be a clock that stepped
+    /// back.
+    farthest_ticks: i64,
     /// The allotment that clients are told: units, and the microseconds in which they come back.
     shown: (u64, u64),
 }
@@ -96,17 +99,28 @@ impl Meter {
         } else {
             (quota.limit(), period_us)
         };
-        Ok(Self { pace, burst: burst as u64, capacity, full_ticks: fill_ticks as i64, shown })
+        Ok(Self {
+            pace,
+            burst: burst as u64,
+            capacity,
+            full_ticks: fill_ticks,
+            // No bucket takes longer than a full one to run empty. Twice as long is a clock that
+            // stepped back by less than a full refill, and then the bucket just waits for it.
+            farthest_ticks: 2 * fill_ticks as i64,
+            shown,
+        })
     }
 
     pub(crate) const fn pace(&self) -> Pace {
         self.pace
     }
 
-    /// How long after `now_us` a charge that was just made has its turn: when all but the burst
-    /// has drained.
-    pub(crate) fn delay(&self, state: &State, now_us: u64) -> u64 {
-        self.time_to_drain(state, now_us, state.level().saturating_sub(self.burst))
+    /// The same for a bucket whose quota is looked up per request. It may hold more than a full
+    /// one of the present quota, so how far ahead it is says nothing about the clock; instead, the
+    /// time at which it was last counted is kept, for [`take_over`](Self::take_over).
+    pub(crate) fn varying(mut self) -> Self {
+        self.farthest_ticks = (MAX_PRODUCT / self.pace.drops_per_tick) as i64;
+        self
     }
 
     /// How much sooner others have their turn when `cost` is taken out of the bucket, rounded down.
@@ -125,20 +139,34 @@ impl Meter {
         (state.tick as u64 + self.pace.ticks_to_drain(drops)) * self.pace.tick_us - now_us
     }
 
-    /// Takes over a state that was counted at another pace, before its quota changed: what was used
-    /// stays used, up to the capacity. Returns whether there was anything to take over; then the
-    /// state has to be kept like one that [`settle`](Algorithm::settle) re-anchored.
+    /// Takes over a state of a bucket whose quota varies, which was counted at `counted_us` and at
+    /// `pace`: what was used stays used. Returns whether it changed; then it has to be kept like one
+    /// that [`settle`](Algorithm::settle) re-anchored.
     #[inline(never)]
-    pub(crate) fn take_over(&self, state: &mut State, pace: Pace, now_us: u64) -> bool {
+    pub(crate) fn take_over(
+        &self,
+        state: &mut State,
+        pace: Pace,
+        counted_us: u64,
+        now_us: u64,
+    ) -> bool {
+        let back_us = counted_us.saturating_sub(now_us);
+        let stepped_back = back_us > self.full_ticks * self.pace.tick_us;
+        if stepped_back {
+            state.tick -= pace.ticks(back_us) as i64;
+        }
         if pace == self.pace {
-            return false;
+            return stepped_back;
         }
         let ticks = i128::from(state.tick) - i128::from(pace.ticks(now_us));
         let drops = i128::from(state.level) + ticks * i128::from(pace.drops_per_tick);
         let drops = u128::try_from(drops).unwrap_or(0);
         let converted = (drops * u128::from(self.pace.drops_per_unit))
             .div_ceil(u128::from(pace.drops_per_unit));
-        let level = u64::try_from(converted).unwrap_or(u64::MAX).min(self.capacity);
+        // What could not be counted, or takes longer than any quota may, is as good as for ever.
+        let longest =
+            u128::from(MAX_SPAN_US / self.pace.tick_us) * u128::from(self.pace.drops_per_tick);
+        let level = converted.min(longest).min(MAX_PRODUCT.into());
         *state = State { tick: self.pace.ticks(now_us) as i64, level: level as i64 };
         true
     }
@@ -160,14 +188,12 @@ impl Algorithm for Meter {
     #[inline]
     fn settle(&self, state: &mut State, now_us: u64) -> bool {
         let tick = self.pace.ticks(now_us) as i64;
-        // No bucket takes longer than a full one to run empty. Twice as long is a clock that
-        // stepped back by less than a full refill, and then the bucket just waits for it. So no
-        // longer time makes a difference, and the product stays small.
-        let longest = 2 * self.full_ticks;
-        let elapsed = (tick - state.tick).clamp(-longest - 1, longest + 1);
+        // No longer time makes a difference, and so the product stays small.
+        let farthest = self.farthest_ticks;
+        let elapsed = (tick - state.tick).clamp(-farthest - 1, farthest + 1);
         let drops_per_tick = self.pace.drops_per_tick as i64;
         let level = (state.level - elapsed * drops_per_tick).max(0);
-        let stepped_back = level > longest * drops_per_tick;
+        let stepped_back = level > farthest * drops_per_tick;
         *state = State { tick, level: if stepped_back { self.capacity as i64 } else { level } };
         stepped_back
     }
@@ -195,8 +221,19 @@ impl Algorithm for Meter {
         state.level = state.level().saturating_sub(drops) as i64;
     }
 
-    fn refund(&self, state: &mut State, now_us: u64, _spent_us: u64, cost: u64) {
-        self.take_back(state, now_us, cost);
+    fn refund(&self, state: &mut State, now_us: u64, spent: &Spent) {
+        let pace = self.pace;
+        // A bucket drains what came first, so what was spent lay on top of all that was in it, up
+        // to the level right after. What was told then is that level, less than a tick too low.
+        let next_unit = (spent.remaining + 1).saturating_mul(pace.drops_per_unit);
+        let ticks = (pace.ticks(spent.time_us + spent.reset_us) - pace.ticks(spent.time_us)) as i64;
+        let draining = (ticks * pace.drops_per_tick as i64 - pace.drops_per_tick as i64 + 1).max(0);
+        let level = (self.capacity + draining as u64).saturating_sub(next_unit);
+        let elapsed = pace.ticks(now_us).saturating_sub(pace.ticks(spent.time_us));
+        let drained = elapsed.min(self.full_ticks) * pace.drops_per_tick;
+        let drops = spent.cost.saturating_mul(pace.drops_per_unit);
+        let left = level.max(drops).saturating_sub(drained).min(drops);
+        state.level = state.level().saturating_sub(left) as i64;
     }
 
     #[inline]
@@ -211,10 +248,11 @@ impl Algorithm for Meter {
     #[inline]
     fn queued(&self, state: &State, now_us: u64, cost: u64) -> Option<Queued> {
         // Most meters have no queue, and no request is delayed by a bucket within its burst.
-        if state.level() <= self.burst {
+        if self.capacity == self.burst {
             return None;
         }
-        match self.delay(state, now_us) {
+        let level = state.level() + cost * self.pace.drops_per_unit;
+        match self.time_to_drain(state, now_us, level.saturating_sub(self.burst)) {
             0 => None,
             delay_us => Some(Queued { delay_us, length_us: self.time_of(cost) }),
         }
@@ -226,6 +264,10 @@ impl Algorithm for Meter {
 
     fn allotment(&self) -> (u64, u64) {
         self.shown
+    }
+
+    fn horizon_us(&self) -> u64 {
+        self.full_ticks * self.pace.tick_us
     }
 }
 

@@ -28,6 +28,15 @@ const MAX_PRODUCT: u64 = 1 << 51;
 /// What time is counted in: the finest of these that keeps a quota's products in range.
 const TICKS_US: [u64; 3] = [1, 1_000, 1_000_000];
 
+/// A charge that was made some time ago, and what the algorithm said of it then.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Spent {
+    pub(crate) time_us: u64,
+    pub(crate) cost: u64,
+    pub(crate) remaining: u64,
+    pub(crate) reset_us: u64,
+}
+
 /// Where a request that was admitted stands in the queue of a shaping bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Queued {
@@ -60,8 +69,8 @@ pub(crate) trait Algorithm {
     /// Undoes the charge of `cost` that was just made.
     fn take_back(&self, state: &mut Self::State, now_us: u64, cost: u64);
 
-    /// Gives back `cost` that was spent at `spent_us`, as far as it has not come back by itself.
-    fn refund(&self, state: &mut Self::State, now_us: u64, spent_us: u64, cost: u64);
+    /// Gives back what was spent, as far as it has not come back by itself.
+    fn refund(&self, state: &mut Self::State, now_us: u64, spent: &Spent);
 
     /// From when on the state equals that of a key never seen, so that it can be forgotten.
     fn fresh_at(&self, state: &Self::State) -> u64;
@@ -70,7 +79,10 @@ pub(crate) trait Algorithm {
     /// time is 0 where it has no fixed length.
     fn allotment(&self) -> (u64, u64);
 
-    /// Where `cost`, which was just charged, has to wait for its turn, if it has to.
+    /// How far ahead [`fresh_at`](Self::fresh_at) can be, by a clock that never goes back.
+    fn horizon_us(&self) -> u64;
+
+    /// Where `cost`, for which there is room, will have to wait for its turn, if it will have to.
     fn queued(&self, _state: &Self::State, _now_us: u64, _cost: u64) -> Option<Queued> {
         None
     }

@@ -1,6 +1,6 @@
 //! Properties of all algorithms, against slow and obvious models.
 
-use super::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow, meter};
+use super::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow, Spent, meter};
 use crate::policy::quota::{Period, Quota};
 use proptest::prelude::*;
 use std::time::Duration;
@@ -219,8 +219,10 @@ proptest! {
         let mut departures: Vec<(u64, u64)> = Vec::new();
         for (gap_us, cost) in steps {
             now_us += gap_us;
+            bucket.settle(&mut state, now_us);
+            let queued = bucket.queued(&state, now_us, cost);
             if cost <= quota.capacity() && decide(&bucket, &mut state, now_us, cost) == Some(0) {
-                let delay_us = bucket.delay(&state, now_us);
+                let delay_us = queued.map_or(0, |queued| queued.delay_us);
                 prop_assert!(delay_us <= 10_000_000);
                 let departure_us = now_us + delay_us;
                 prop_assert!(departures.last().is_none_or(|last| last.0 <= departure_us), "in order");
@@ -245,11 +247,17 @@ proptest! {
             now_us += gap_us;
             bucket.settle(&mut state, now_us);
             let before = bucket.remaining(&state, now_us);
-            if cost <= before {
+            if (1..=before).contains(&cost) {
                 let mut charged = state;
                 bucket.charge(&mut charged, now_us, cost);
-                bucket.refund(&mut charged, now_us, now_us, cost);
-                prop_assert_eq!(bucket.remaining(&charged, now_us), before);
+                let remaining = bucket.remaining(&charged, now_us);
+                let reset_us = bucket.reset(&charged, now_us, remaining);
+                let spent = Spent { time_us: now_us, cost, remaining, reset_us };
+                bucket.refund(&mut charged, now_us, &spent);
+                // Less than a tick's worth may be lost.
+                let lost = bucket.pace().drops_per_tick / bucket.pace().drops_per_unit + 1;
+                let refunded = bucket.remaining(&charged, now_us);
+                prop_assert!(refunded <= before && refunded + lost > before);
                 bucket.charge(&mut state, now_us, cost);
             }
         }
@@ -313,7 +321,7 @@ proptest! {
         now_us += later_us;
         let mut changed = state;
         bucket.settle(&mut state, now_us);
-        looser.take_over(&mut changed, bucket.pace(), now_us);
+        looser.take_over(&mut changed, bucket.pace(), now_us, now_us);
         looser.settle(&mut changed, now_us);
         prop_assert!(looser.remaining(&changed, now_us) >= bucket.remaining(&state, now_us));
         if bucket.wait(&state, now_us, cost) == Some(0) {

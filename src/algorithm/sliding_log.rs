@@ -3,7 +3,7 @@
 //! No window of any position admits more than the limit. The price is a timestamp per unit, eight
 //! bytes, in a ring that grows up to the limit; a decision looks at one of them.
 
-use super::Algorithm;
+use super::{Algorithm, Spent};
 use crate::policy::quota::{Quota, QuotaError};
 use std::collections::VecDeque;
 
@@ -72,11 +72,12 @@ impl Algorithm for SlidingLog {
         log.truncate(log.len().saturating_sub(cost as usize));
     }
 
-    fn refund(&self, log: &mut State, _now_us: u64, spent_us: u64, cost: u64) {
+    fn refund(&self, log: &mut State, _now_us: u64, spent: &Spent) {
         // Its own times and no others: an older time in the place of a newer one would leave sooner.
-        let end = log.partition_point(|&time| time <= spent_us);
-        let start = log.partition_point(|&time| time < spent_us);
-        let start = start.max(end.saturating_sub(usize::try_from(cost).unwrap_or(usize::MAX)));
+        let end = log.partition_point(|&time| time <= spent.time_us);
+        let start = log.partition_point(|&time| time < spent.time_us);
+        let cost = usize::try_from(spent.cost).unwrap_or(usize::MAX);
+        let start = start.max(end.saturating_sub(cost));
         log.drain(start..end);
     }
 
@@ -86,5 +87,9 @@ impl Algorithm for SlidingLog {
 
     fn allotment(&self) -> (u64, u64) {
         (self.limit, self.window_us)
+    }
+
+    fn horizon_us(&self) -> u64 {
+        self.window_us
     }
 }

@@ -5,7 +5,7 @@
 //! (<https://blog.cloudflare.com/counting-things-a-lot-of-different-things/>). Nothing is rounded:
 //! `current * window + previous * (window - elapsed) + cost * window <= limit * window`.
 
-use super::{Algorithm, MAX_PRODUCT, TICKS_US};
+use super::{Algorithm, MAX_PRODUCT, Spent, TICKS_US};
 use crate::policy::quota::{Quota, QuotaError};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,8 +21,6 @@ pub(crate) struct State {
     pub(crate) start_us: u64,
     pub(crate) current: u64,
     pub(crate) previous: u64,
-    /// The window's length that the counts above were counted over; 0 for a key never seen.
-    pub(crate) window_us: u64,
 }
 
 impl SlidingWindow {
@@ -62,27 +60,6 @@ impl SlidingWindow {
     const fn start_of_window_at(&self, now_us: u64) -> u64 {
         now_us - now_us % self.window_us()
     }
-
-    /// Starts over in the window of `now_us`, with everything that was used put to this window.
-    fn restart(&self, state: &mut State, now_us: u64, used: u64) {
-        *state = State {
-            start_us: self.start_of_window_at(now_us),
-            current: used.min(self.limit),
-            previous: 0,
-            window_us: self.window_us(),
-        };
-    }
-}
-
-/// Moves on to the window of `now_us`, which begins at `start_us`.
-fn slide(state: &mut State, start_us: u64) {
-    if state.start_us >= start_us {
-        return;
-    }
-    let adjacent = state.start_us + state.window_us == start_us;
-    state.previous = if adjacent { state.current } else { 0 };
-    state.current = 0;
-    state.start_us = start_us;
 }
 
 impl Algorithm for SlidingWindow {
@@ -90,29 +67,19 @@ impl Algorithm for SlidingWindow {
 
     fn settle(&self, state: &mut State, now_us: u64) -> bool {
         let window_us = self.window_us();
-        if state.window_us == 0 {
-            self.restart(state, now_us, 0);
-            return false;
-        }
-        if state.window_us != window_us {
-            let old_us = state.window_us;
-            slide(state, now_us - now_us % old_us);
-            let left = old_us - now_us.saturating_sub(state.start_us);
-            let previous = u128::from(state.previous) * u128::from(left);
-            let used = state.current + previous.div_ceil(u128::from(old_us)) as u64;
-            self.restart(state, now_us, used);
-            return true;
-        }
+        let start_us = self.start_of_window_at(now_us);
         // A clock that stepped back by less than a full refill just waits for the window on record.
-        if state.start_us > now_us + 2 * window_us {
-            self.restart(state, now_us, state.current + state.previous);
-            return true;
+        let far_ahead = state.start_us > now_us + 2 * window_us;
+        if far_ahead {
+            // All that was used is put to the present window.
+            let used = (state.current + state.previous).min(MAX_PRODUCT / self.window);
+            *state = State { start_us, current: used, previous: 0 };
+        } else if state.start_us < start_us {
+            let adjacent = state.start_us + window_us == start_us;
+            let previous = if adjacent { state.current } else { 0 };
+            *state = State { start_us, current: 0, previous };
         }
-        slide(state, self.start_of_window_at(now_us));
-        // A lower limit than before: what was used beyond it no longer counts.
-        state.current = state.current.min(self.limit);
-        state.previous = state.previous.min(self.limit);
-        false
+        far_ahead
     }
 
     fn remaining(&self, state: &State, now_us: u64) -> u64 {
@@ -148,11 +115,11 @@ impl Algorithm for SlidingWindow {
         state.current = state.current.saturating_sub(cost);
     }
 
-    fn refund(&self, state: &mut State, now_us: u64, spent_us: u64, cost: u64) {
-        if spent_us >= state.start_us {
-            self.take_back(state, now_us, cost);
-        } else if spent_us + self.window_us() >= state.start_us {
-            state.previous = state.previous.saturating_sub(cost);
+    fn refund(&self, state: &mut State, now_us: u64, spent: &Spent) {
+        if spent.time_us >= state.start_us {
+            self.take_back(state, now_us, spent.cost);
+        } else if spent.time_us + self.window_us() >= state.start_us {
+            state.previous = state.previous.saturating_sub(spent.cost);
         }
     }
 
@@ -167,5 +134,9 @@ impl Algorithm for SlidingWindow {
 
     fn allotment(&self) -> (u64, u64) {
         (self.limit, self.window_us())
+    }
+
+    fn horizon_us(&self) -> u64 {
+        2 * self.window_us()
     }
 }

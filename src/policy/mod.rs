@@ -192,8 +192,10 @@ impl<R: ?Sized> Policy<R> {
     /// that the policy was made with; to leave a caller unlimited use [`when`](Self::when) or
     /// [`exempt`](Self::exempt).
     ///
-    /// A caller who moves to another quota keeps what it has used. A quota that the algorithm
-    /// cannot count (see [`QuotaError`]) rejects the request as the server's fault.
+    /// A caller who moves to another quota keeps what it has used. Buckets take any quota; windows
+    /// and logs only such as have the period of the policy's own, for what was counted over one
+    /// period says nothing about another. A quota that cannot be, for that or another reason (see
+    /// [`QuotaError`]), rejects the request as the server's fault.
     #[must_use]
     pub fn quota_for(
         mut self,

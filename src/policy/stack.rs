@@ -1,6 +1,6 @@
 //! A stack: checked policies in their order, grouped by whom they count.
 
-use super::{Condition, Cost, Policy, Quota, QuotaError, QuotaFor};
+use super::{Condition, Cost, Period, Policy, Quota, QuotaError, QuotaFor};
 use crate::{
     decision::{Allotment, INLINE_OUTCOMES, Outcome, Outcomes, Reason},
     key::{FindKey, Fingerprint, Key, MissingKey, Secret},
@@ -27,6 +27,7 @@ pub(crate) struct Stack<R: ?Sized> {
 struct Entry<R: ?Sized> {
     name: &'static str,
     kind: Kind,
+    period: Period,
     rule: Rule,
     /// What the rule gives out.
     allotment: Allotment,
@@ -115,6 +116,7 @@ impl<R: ?Sized + 'static> Stack<R> {
                     return Err(BuildError::Quota { policy: name, error });
                 }
             };
+            let rule = if policy.quota_for.is_some() { rule.varying() } else { rule };
             let Some(extractor) = policy.key.or_else(|| default_key.cloned()) else {
                 return Err(BuildError::NoKey { policy: name });
             };
@@ -127,6 +129,7 @@ impl<R: ?Sized + 'static> Stack<R> {
             entries.push(Entry {
                 name: intern(policy.name),
                 kind: policy.kind,
+                period: policy.quota.period(),
                 rule,
                 allotment: rule.allotment(),
                 missing_key: policy.missing_key,
@@ -278,12 +281,25 @@ impl<R: ?Sized> Entry<R> {
 
     /// The rule of a quota that was looked up for a request.
     fn rule_for(&self, quota: &Quota) -> Result<Rule, Box<Reason>> {
-        Rule::new(self.kind, quota).map_err(|error| {
-            Box::new(Reason::Faulty {
-                policy: self.name,
-                message: format!("the quota `{quota}` for this request cannot be: {error}"),
-            })
-        })
+        let error = match Rule::new(self.kind, quota) {
+            Ok(_) if self.counts_periods() && quota.period() != self.period => {
+                format!("its period has to be the policy's own, `{}`", self.period)
+            }
+            Ok(rule) => return Ok(rule.varying()),
+            Err(error) => error.to_string(),
+        };
+        Err(Box::new(Reason::Faulty {
+            policy: self.name,
+            message: format!("the quota `{quota}` for this request cannot be: {error}"),
+        }))
+    }
+
+    /// Whether what was counted over one period says nothing about another.
+    const fn counts_periods(&self) -> bool {
+        match self.kind {
+            Kind::TokenBucket | Kind::LeakyBucket(_) => false,
+            Kind::FixedWindow(_) | Kind::SlidingWindow | Kind::SlidingLog => true,
+        }
     }
 
     /// The largest limit that the policy's log can have.

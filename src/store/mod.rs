@@ -122,6 +122,24 @@ impl Rule {
         })
     }
 
+    /// The same for a policy whose quota is looked up per request.
+    pub(crate) fn varying(self) -> Self {
+        match self {
+            Self::Meter(meter) => Self::Meter(meter.varying()),
+            other => other,
+        }
+    }
+
+    /// How far ahead the instant can be from which on a state can be forgotten.
+    pub(crate) fn horizon_us(&self) -> u64 {
+        match self {
+            Self::Meter(meter) => meter.horizon_us(),
+            Self::FixedWindow(window) => window.horizon_us(),
+            Self::SlidingWindow(window) => window.horizon_us(),
+            Self::SlidingLog(log) => log.horizon_us(),
+        }
+    }
+
     pub(crate) fn allotment(&self) -> Allotment {
         let (limit, window_us) = match self {
             Self::Meter(meter) => meter.allotment(),

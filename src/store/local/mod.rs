@@ -11,6 +11,7 @@ mod table;
 
 use super::{Bill, Charge, Kind, Mode, Rule};
 use crate::key::Fingerprint;
+use crate::policy::quota::MAX_SPAN_US;
 use parking_lot::{Mutex, MutexGuard};
 use rings::Rings;
 use shard::Shard;
@@ -23,8 +24,8 @@ use std::{
 /// State in this process: how much of it may be kept.
 ///
 /// Every key space (a distinct key extractor of the stack) has a map of its own with one fixed-size
-/// entry per key: 16 bytes of fingerprint and 16 bytes for each of its policies (32 for a sliding
-/// window, 40 for a bucket whose quota is looked up per request), at a load of 70 to 87 %. Keys
+/// entry per key: 16 bytes of fingerprint and 16 bytes for each of its policies (24 for a sliding
+/// window, 48 for a bucket whose quota is looked up per request), at a load of 70 to 87 %. Keys
 /// themselves are not kept. Sliding logs keep their timestamps beside it.
 ///
 /// Keys whose state equals that of a key never seen are swept out as time goes by. When a map is
@@ -96,6 +97,13 @@ pub(crate) struct Plan {
     pub(crate) log_limit: usize,
 }
 
+impl Plan {
+    /// How far ahead the instant can be from which on the policy's state can be forgotten.
+    fn horizon_us(&self) -> u64 {
+        if self.varies { MAX_SPAN_US } else { self.rule.horizon_us() }
+    }
+}
+
 /// The map of a key space.
 struct Space {
     shards: Box<[Padded]>,
@@ -135,7 +143,12 @@ impl Local {
                 let logs = of_space().filter(|(plan, _)| plan.kind == Kind::SlidingLog);
                 let log_fields = logs.clone().map(|(_, field)| field.clone()).collect();
                 let log_limit = logs.map(|(plan, _)| plan.log_limit).sum();
-                let layout = shard::Layout { width: widths[space], fresh_at, logs: log_fields };
+                let layout = shard::Layout {
+                    width: widths[space],
+                    fresh_at,
+                    horizon_us: of_space().map(|(plan, _)| plan.horizon_us()).max().unwrap_or(0),
+                    logs: log_fields,
+                };
                 Space::new(options, &layout, log_limit)
             })
             .collect();
@@ -319,17 +332,18 @@ impl Space {
     fn new(options: &LocalStore, layout: &shard::Layout, log_limit: usize) -> Self {
         // Shards of a thousand keys or more are even enough, and swept in some microseconds.
         let mut shards = (options.max_keys / 1_024).next_power_of_two().clamp(1, 256);
-        while log_limit > 0 && shards > 1 && options.max_log_entries / shards < log_limit {
+        // A ring grows by doubling.
+        let largest_ring = 2 * log_limit;
+        while shards > 1 && options.max_log_entries / shards < largest_ring {
             shards /= 2;
         }
-        let bounds = shard::Bounds {
-            keys: options.max_keys.div_ceil(shards),
-            // A ring grows by doubling.
-            log_entries: (options.max_log_entries / shards).max(2 * log_limit),
+        let bounds = |shard| shard::Bounds {
+            keys: options.max_keys / shards + usize::from(shard < options.max_keys % shards),
+            log_entries: (options.max_log_entries / shards).max(largest_ring),
         };
         Self {
             shards: (0..shards)
-                .map(|_| Padded(Mutex::new(Shard::new(layout.clone(), bounds))))
+                .map(|shard| Padded(Mutex::new(Shard::new(layout.clone(), bounds(shard)))))
                 .collect(),
             sweep_interval_us: SWEEP_ROUND_US / shards as u64,
             last_sweep_us: AtomicU64::new(0),

@@ -20,6 +20,8 @@ pub(super) struct Layout {
     pub(super) width: usize,
     /// Where the instants stand after which the policies' states can be forgotten.
     pub(super) fresh_at: Box<[usize]>,
+    /// How far ahead those instants can be.
+    pub(super) horizon_us: u64,
     pub(super) logs: Box<[Field]>,
 }
 
@@ -106,7 +108,7 @@ impl Shard {
             .chain(0..start)
             .filter(|&slot| table.fingerprint(slot).is_some_and(|found| found != fingerprint))
             .take(CANDIDATES)
-            .min_by_key(|&slot| self.layout.fresh_at(table.state(slot)));
+            .min_by_key(|&slot| self.layout.worth(table.state(slot), now_us));
         if let Some(slot) = soonest {
             self.remove(slot);
         }
@@ -114,6 +116,13 @@ impl Shard {
 }
 
 impl Layout {
+    /// How much an entry is worth to be kept: the longer until it is fresh, the more. What a clock
+    /// left behind that was far ahead of the present is worth nothing.
+    fn worth(&self, state: &[u64], now_us: u64) -> u64 {
+        let ahead_us = self.fresh_at(state).saturating_sub(now_us);
+        if ahead_us > 2 * self.horizon_us { 0 } else { ahead_us }
+    }
+
     /// From when on an entry can be forgotten.
     fn fresh_at(&self, state: &[u64]) -> u64 {
         self.fresh_at.iter().map(|&word| state[word]).max().unwrap_or(0)

@@ -7,7 +7,7 @@
 
 use super::rings::{RingId, Rings};
 use crate::{
-    algorithm::{Algorithm, FixedWindow, Meter, Pace, SlidingLog, SlidingWindow},
+    algorithm::{Algorithm, FixedWindow, Meter, Pace, SlidingLog, SlidingWindow, Spent},
     decision::Verdict,
     store::{Answer, Charge, Kind, Rule},
 };
@@ -21,12 +21,12 @@ pub(super) struct Field {
 
 impl Field {
     /// A field behind `offset` words. A meter whose quota `varies` from request to request has to
-    /// remember at which pace it was counted; the others carry all that they need.
+    /// remember at which pace it was counted, and when; the others carry all that they need.
     pub(super) fn new(offset: usize, kind: Kind, varies: bool) -> Self {
         let width = match kind {
-            Kind::TokenBucket | Kind::LeakyBucket(_) if varies => 5,
+            Kind::TokenBucket | Kind::LeakyBucket(_) if varies => 6,
             Kind::TokenBucket | Kind::LeakyBucket(_) | Kind::FixedWindow(_) | Kind::SlidingLog => 2,
-            Kind::SlidingWindow => 4,
+            Kind::SlidingWindow => 3,
         };
         Self { words: offset..offset + width }
     }
@@ -121,10 +121,9 @@ impl Step for Decide {
         };
         self.admitted &= fits;
         let charged = self.charging && self.admitted && charge.cost > 0;
-        let mut queued = None;
+        let queued = if fits { algorithm.queued(state, now_us, charge.cost) } else { None };
         if charged {
             algorithm.charge(state, now_us, charge.cost);
-            queued = algorithm.queued(state, now_us, charge.cost);
             remaining -= charge.cost;
         }
         let reset_us = algorithm.reset(state, now_us, remaining);
@@ -162,7 +161,9 @@ impl Step for Refund {
         now_us: u64,
         charge: &mut Charge,
     ) -> bool {
-        algorithm.refund(state, now_us, self.spent_us, charge.cost);
+        let Answer { remaining, reset_us, .. } = charge.answer;
+        let spent = Spent { time_us: self.spent_us, cost: charge.cost, remaining, reset_us };
+        algorithm.refund(state, now_us, &spent);
         true
     }
 }
@@ -173,7 +174,7 @@ trait InWords: Algorithm {
     /// was of another quota.
     fn read(&self, words: &[u64], now_us: u64) -> (Self::State, bool);
 
-    fn write(&self, state: &Self::State, words: &mut [u64]);
+    fn write(&self, state: &Self::State, words: &mut [u64], now_us: u64);
 }
 
 /// Returns whether the state has to be kept, and was.
@@ -189,7 +190,7 @@ fn step_on_words<A: InWords>(
     let moved = algorithm.settle(&mut state, now_us);
     let keep = step.take(algorithm, &mut state, now_us, charge) | taken_over | moved;
     if keep {
-        algorithm.write(&state, words);
+        algorithm.write(&state, words, now_us);
     }
     keep
 }
@@ -220,28 +221,28 @@ fn step_on_ring(
 impl InWords for Meter {
     #[inline(always)]
     fn read(&self, words: &[u64], now_us: u64) -> (Self::State, bool) {
-        let [empty_at_us, spare, ref pace @ ..] = *words else {
-            unreachable!("the words of a meter");
-        };
-        match *pace {
-            [tick_us, drops_per_tick, drops_per_unit] if tick_us > 0 => {
+        match *words {
+            [empty_at_us, spare, tick_us, drops_per_tick, drops_per_unit, counted_us]
+                if tick_us > 0 =>
+            {
                 let pace = Pace { tick_us, drops_per_tick, drops_per_unit };
                 let mut state = pace.state(empty_at_us, spare);
-                let taken_over = self.take_over(&mut state, pace, now_us);
-                (state, taken_over)
+                let changed = self.take_over(&mut state, pace, counted_us, now_us);
+                (state, changed)
             }
-            _ => (self.pace().state(empty_at_us, spare), false),
+            _ => (self.pace().state(words[0], words[1]), false),
         }
     }
 
     #[inline(always)]
-    fn write(&self, state: &Self::State, words: &mut [u64]) {
+    fn write(&self, state: &Self::State, words: &mut [u64], now_us: u64) {
         (words[0], words[1]) = self.to_words(state);
-        if let [_, _, tick_us, drops_per_tick, drops_per_unit] = words {
+        if let [_, _, tick_us, drops_per_tick, drops_per_unit, counted_us] = words {
             let pace = self.pace();
             *tick_us = pace.tick_us;
             *drops_per_tick = pace.drops_per_tick;
             *drops_per_unit = pace.drops_per_unit;
+            *counted_us = now_us;
         }
     }
 }
@@ -251,20 +252,19 @@ impl InWords for FixedWindow {
         (Self::State { end_us: words[0], count: words[1] }, false)
     }
 
-    fn write(&self, state: &Self::State, words: &mut [u64]) {
+    fn write(&self, state: &Self::State, words: &mut [u64], _now_us: u64) {
         (words[0], words[1]) = (state.end_us, state.count);
     }
 }
 
 impl InWords for SlidingWindow {
     fn read(&self, words: &[u64], _now_us: u64) -> (Self::State, bool) {
-        let (current, previous, window_us) = (words[1], words[2], words[3]);
-        let start_us = words[0] - 2 * window_us;
-        (Self::State { start_us, current, previous, window_us }, false)
+        let start_us = words[0].saturating_sub(self.horizon_us());
+        (Self::State { start_us, current: words[1], previous: words[2] }, false)
     }
 
-    fn write(&self, state: &Self::State, words: &mut [u64]) {
-        words[0] = state.start_us + 2 * state.window_us;
-        (words[1], words[2], words[3]) = (state.current, state.previous, state.window_us);
+    fn write(&self, state: &Self::State, words: &mut [u64], _now_us: u64) {
+        words[0] = state.start_us + self.horizon_us();
+        (words[1], words[2]) = (state.current, state.previous);
     }
 }
