@@ -21,16 +21,16 @@ pub(crate) struct Secret([u8; 192]);
 /// An extractor as a stack uses it. The key never leaves the function that makes and hashes it, so
 /// that a request's key is not moved from place to place.
 pub(crate) trait FindKey<R: ?Sized>: Send + Sync {
-    fn find_key(&self, request: &R, secret: &Secret) -> Result<Fingerprint, Box<KeyError>>;
+    fn find_key(&self, request: &R, secret: &Secret) -> Result<Fingerprint, KeyError>;
 
     fn name(&self) -> Option<Cow<'static, str>>;
 }
 
 impl<R: ?Sized, E: KeyExtractor<R>> FindKey<R> for E {
-    fn find_key(&self, request: &R, secret: &Secret) -> Result<Fingerprint, Box<KeyError>> {
-        match &self.extract(request) {
-            Ok(key) => Ok(secret.fingerprint(key)),
-            Err(error) => Err(Box::new(error.clone())),
+    fn find_key(&self, request: &R, secret: &Secret) -> Result<Fingerprint, KeyError> {
+        match self.extract(request) {
+            Ok(ref key) => Ok(secret.fingerprint(key)),
+            Err(error) => Err(error),
         }
     }
 

@@ -211,7 +211,7 @@ impl<R: ?Sized + 'static> Stack<R> {
                     (Err(_), MissingKey::Skip) => continue,
                     (Err(_), MissingKey::Share) => self.secret.fingerprint(&Key::missing()),
                     (Err(error), MissingKey::Reject) => {
-                        let (policy, error) = (entry.name, (**error).clone());
+                        let (policy, error) = (entry.name, error.clone());
                         return Err(Box::new(Reason::NoKey { policy, error }));
                     }
                 };
