@@ -101,6 +101,9 @@ impl Decision {
     }
 
     /// When this was decided, since the Unix epoch, by the clock of the store.
+    ///
+    /// The time is read right before the decision, so of two decisions that are made at the same
+    /// moment on two threads, the first may have the later time.
     #[must_use]
     pub const fn time(&self) -> Duration {
         Duration::from_micros(self.time_us)

@@ -39,7 +39,15 @@ use tower_layer::Layer;
 /// ```
 ///
 /// Any other service is wrapped by [`RateLimitLayer::calls`], with a limiter of its request type;
-/// there a rejection is an error.
+/// there a rejection is an error. So is an outbound HTTP client: around one, a layer from `builder`
+/// would make up responses that no server sent.
+///
+/// Handlers find the [`Decision`](crate::Decision) in the extensions of the request, and layers
+/// outside of this one the [`Rejection`] in those of the response to a request that was turned away.
+///
+/// Several limits on one request belong into one layer, with [`Policy::when`] for those that apply
+/// only to some: a stack charges all or nothing, but a layer knows nothing of what one inside of it,
+/// such as a `route_layer`, will reject.
 ///
 /// Every clone of a layer, and every service made from it, shares one budget. Two layers are two
 /// budgets.

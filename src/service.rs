@@ -148,7 +148,9 @@ impl<S: tonic::server::NamedService> tonic::server::NamedService for RateLimit<S
 /// Why a call to a limited service that is not HTTP failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CallError<E> {
-    /// The call was turned away; the inner service was not called.
+    /// The call was turned away; the inner service was not called. The request is gone: whoever
+    /// wants to send it again later keeps a copy, or asks [`Limiter::ready`](crate::Limiter::ready)
+    /// before the call.
     Rejected(Box<Rejection>),
     /// The inner service failed.
     Inner(E),

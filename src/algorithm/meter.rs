@@ -174,7 +174,7 @@ impl Meter {
     /// The state as it is stored: the instant at which the bucket runs empty, rounded up to a whole
     /// tick, and how many drops less than a whole tick's the last tick has to drain.
     #[inline]
-    pub(crate) fn to_words(&self, state: &State) -> (u64, u64) {
+    pub(crate) fn words_of(&self, state: &State) -> (u64, u64) {
         let pace = self.pace;
         let ticks = pace.ticks_to_drain(state.level());
         let empty_at_us = (state.tick as u64 + ticks) * pace.tick_us;
@@ -259,7 +259,7 @@ impl Algorithm for Meter {
     }
 
     fn fresh_at(&self, state: &State) -> u64 {
-        self.to_words(state).0
+        self.words_of(state).0
     }
 
     fn allotment(&self) -> (u64, u64) {
@@ -280,7 +280,7 @@ impl State {
 }
 
 impl Pace {
-    /// A state that was stored as [`words`](Meter::to_words).
+    /// A state that was stored as [`words`](Meter::words_of).
     #[inline]
     pub(crate) fn state(&self, empty_at_us: u64, spare: u64) -> State {
         State { tick: self.ticks(empty_at_us) as i64, level: -(spare as i64) }

@@ -27,6 +27,17 @@ pub trait KeyExtractor<R: ?Sized = Parts>: Send + Sync + 'static {
     }
 }
 
+/// An extractor that is chosen at run time.
+impl<R: ?Sized + 'static> KeyExtractor<R> for Box<dyn KeyExtractor<R>> {
+    fn extract(&self, request: &R) -> Result<Key, KeyError> {
+        (**self).extract(request)
+    }
+
+    fn name(&self) -> Option<Cow<'static, str>> {
+        (**self).name()
+    }
+}
+
 impl<R, F, K> KeyExtractor<R> for F
 where
     R: ?Sized,

@@ -13,7 +13,8 @@
 //! | a closure | whatever you make of the request |
 //!
 //! A closure takes a reference to the request (the [`Parts`](http::request::Parts) of an HTTP
-//! request) and returns anything that is [`IntoKey`]; `None` means that this request has no key:
+//! request) and returns anything that is [`IntoKey`]; `None` means that this request has no key.
+//! What is borrowed from the request has to become a [`Key`] first:
 //!
 //! ```
 //! use http::request::Parts;
@@ -41,6 +42,7 @@ pub use header::{BearerToken, Header};
 pub use path::RoutePath;
 pub use path::{Method, Path};
 
+use http::HeaderValue;
 use smallvec::SmallVec;
 use std::{
     fmt,
@@ -226,6 +228,12 @@ impl From<&[u8]> for Key {
     #[inline]
     fn from(bytes: &[u8]) -> Self {
         Self::new(Tag::Bytes, bytes)
+    }
+}
+
+impl From<&HeaderValue> for Key {
+    fn from(value: &HeaderValue) -> Self {
+        Self::from(value.as_bytes())
     }
 }
 

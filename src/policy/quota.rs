@@ -202,14 +202,19 @@ impl Quota {
 // === impl Period ===
 
 impl Period {
+    /// Its length, if that is fixed.
+    #[must_use]
+    pub const fn fixed(self) -> Option<Duration> {
+        match self {
+            Self::Fixed(period) => Some(period),
+            Self::Day | Self::Week | Self::Month => None,
+        }
+    }
+
     /// The fixed length in microseconds, for the algorithms that need one.
     pub(crate) fn fixed_us(self) -> Result<u64, QuotaError> {
-        match self {
-            Self::Fixed(period) => {
-                u64::try_from(period.as_micros()).map_err(|_| QuotaError::TooLong)
-            }
-            Self::Day | Self::Week | Self::Month => Err(QuotaError::CalendarUnsupported),
-        }
+        let period = self.fixed().ok_or(QuotaError::CalendarUnsupported)?;
+        u64::try_from(period.as_micros()).map_err(|_| QuotaError::TooLong)
     }
 }
 

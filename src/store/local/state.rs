@@ -236,7 +236,7 @@ impl InWords for Meter {
 
     #[inline(always)]
     fn write(&self, state: &Self::State, words: &mut [u64], now_us: u64) {
-        (words[0], words[1]) = self.to_words(state);
+        (words[0], words[1]) = self.words_of(state);
         if let [_, _, tick_us, drops_per_tick, drops_per_unit, counted_us] = words {
             let pace = self.pace();
             *tick_us = pace.tick_us;
