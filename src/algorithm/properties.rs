@@ -82,6 +82,14 @@ where
             assert!(admits_at(now_us + reset, remaining + 1), "no more after the reset of {reset}");
             assert!(!admits_at(now_us + reset - 1, remaining + 1), "more before {reset}");
         }
+        if cost <= remaining {
+            let mut undone = state.clone();
+            algorithm.charge(&mut undone, now_us, cost);
+            algorithm.take_back(&mut undone, now_us, cost);
+            assert_eq!(algorithm.remaining(&undone, now_us), remaining, "taken back");
+            assert_eq!(algorithm.reset(&undone, now_us, remaining), reset, "taken back");
+            assert_eq!(algorithm.fresh_at(&undone), algorithm.fresh_at(&state), "taken back");
+        }
         let fresh_us = algorithm.fresh_at(&state).max(now_us);
         let mut later = state.clone();
         algorithm.settle(&mut later, fresh_us);
