@@ -58,7 +58,7 @@ pin_project! {
 
 /// A request that waits for its turn, with the service that is ready for it.
 struct Waiting<S, Req> {
-    turn: Turn,
+    turn: Box<Turn>,
     service: S,
     request: Req,
 }
@@ -73,7 +73,7 @@ impl<S, Req, Answer> State<S, Req, Answer>
 where
     S: Service<Req>,
 {
-    fn waiting(turn: Turn, service: S, request: Req) -> Self {
+    fn waiting(turn: Box<Turn>, service: S, request: Req) -> Self {
         Self::Waiting { waiting: Some(Box::new(Waiting { turn, service, request })) }
     }
 
@@ -116,7 +116,7 @@ where
     }
 
     pub(crate) fn waiting(
-        turn: Turn,
+        turn: Box<Turn>,
         service: S,
         request: Request<B>,
         annotate: Option<Annotate>,
@@ -158,7 +158,7 @@ where
         Self { state: State::Rejected { answer: Some(rejection) } }
     }
 
-    pub(crate) fn waiting(turn: Turn, service: S, request: Req) -> Self {
+    pub(crate) fn waiting(turn: Box<Turn>, service: S, request: Req) -> Self {
         Self { state: State::waiting(turn, service, request) }
     }
 }

@@ -149,11 +149,22 @@ impl<R: ?Sized + 'static> Limiter<R> {
     }
 
     /// Decides a request; one that has to wait for its turn gets a place in line.
-    pub(crate) fn admit(&self, request: &R) -> Result<(Decision, Option<Turn>), Rejection> {
+    #[inline]
+    pub(crate) fn admit(&self, request: &R) -> Result<(Decision, Option<Box<Turn>>), Rejection> {
         let shared = &self.shared;
         let Some(lines) = &shared.lines else {
-            return Ok((self.check(request)?, None));
+            return self.decide(request, Mode::Charge).map(|decision| (decision, None));
         };
+        self.admit_in_line(lines, request)
+    }
+
+    #[cold]
+    fn admit_in_line(
+        &self,
+        lines: &Lines,
+        request: &R,
+    ) -> Result<(Decision, Option<Box<Turn>>), Rejection> {
+        let shared = &self.shared;
         let mut bill = Bill::default();
         self.write_bill(request, &mut bill)?;
         let (mut admitted, mut time_us) = (false, 0);
@@ -168,7 +179,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
                 let shared = &limiter.shared;
                 shared.store.refund(bill, shared.clock.now_us(), time_us);
             };
-            Turn::new(lines, places, shared.clock.clone(), bill, Box::new(refund))
+            Box::new(Turn::new(lines, places, shared.clock.clone(), bill, Box::new(refund)))
         });
         Ok((decision, turn))
     }
