@@ -70,6 +70,49 @@ proptest! {
         }
     }
 
+    /// Nor does it give anything: whoever asks under a tighter quota as well gets no more for it
+    /// under its own.
+    #[test]
+    fn promise_1_all_or_nothing_between_quotas(
+        algorithm in proptest::sample::select(&ALGORITHMS),
+        own in (1_u64..9, 1_u64..9),
+        tighter in (1_u64..9, 1_u64..9),
+        requests in vec((0_u64..30_000_000, 0..3), 1..40),
+    ) {
+        let quota = |limit, burst| {
+            let quota = Quota::per_minute(limit);
+            if algorithm.is_bucket() { quota.burst(burst) } else { quota }
+        };
+        let tighter = quota(tighter.0.min(own.0), tighter.1.min(own.1));
+        let own = quota(own.0, own.1);
+        let app = || {
+            App::new(|builder| {
+                builder.key(Global).policy(algorithm.policy("p", own).quota_for(
+                    move |parts: &Parts| parts.headers.contains_key("x-tight").then_some(tighter),
+                ))
+            })
+        };
+        let (asking, not_asking) = (app(), app());
+        let tight = with("x-tight", "").into_parts().0;
+        let (mut admitted, mut admitted_otherwise) = (0, 0);
+        for (gap_us, kind) in requests {
+            asking.clock.advance(us(gap_us));
+            not_asking.clock.advance(us(gap_us));
+            let limiter = asking.layer.limiter();
+            match kind {
+                0 => drop(limiter.peek(&tight)),
+                1 if limiter.peek(&tight).is_err() => prop_assert!(limiter.check(&tight).is_err()),
+                _ => {
+                    admitted += u32::from(asking.status(get()) == 200);
+                    admitted_otherwise += u32::from(not_asking.status(get()) == 200);
+                }
+            }
+            prop_assert!(admitted <= admitted_otherwise);
+            // Only buckets are counted at another pace while another quota is asked for.
+            prop_assert!(algorithm.is_bucket() || admitted == admitted_otherwise);
+        }
+    }
+
     #[test]
     fn promise_2_exact(stack in stack(), traffic in traffic(60)) {
         let app = app(&stack);
@@ -197,7 +240,11 @@ fn promise_1_all_or_nothing_of_a_caller_who_moves_between_quotas() {
     for algorithm in ALGORITHMS {
         let mut tighter = vec![Quota::per_minute(2)];
         if algorithm.is_bucket() {
-            tighter.extend([Quota::per_minute(10).burst(2), Quota::per_minute(2).burst(10)]);
+            tighter.extend([
+                Quota::per_minute(10).burst(2),
+                Quota::per_minute(2).burst(10),
+                Quota::new(1, 10 * YEAR),
+            ]);
         }
         for tighter in tighter {
             let app = App::new(|builder| {
@@ -484,6 +531,27 @@ proptest! {
             prop_assert_eq!(app.status(request(caller)), if new { 200 } else { 429 });
         }
         prop_assert_eq!(app.tracked_keys(), seen.len());
+    }
+}
+
+proptest! {
+    #![proptest_config(inputs(200))]
+
+    /// Whatever bytes they are made of, as those that a service decoded.
+    #[test]
+    fn promise_6_keys_dont_collide_in_any_service(
+        callers in vec(("[\u{0}-\u{9}ab]{0,3}", "[\u{0}-\u{9}ab]{0,3}", 0_u64..3), 1..40),
+    ) {
+        let limiter = Limiter::<(String, String, u64)>::builder()
+            .key(|(a, b, n): &(String, String, u64)| (a.clone(), b.clone(), *n))
+            .policy(Policy::fixed_window("p", Quota::per_calendar_month(1)))
+            .build()
+            .unwrap();
+        let mut seen = HashSet::new();
+        for caller in &callers {
+            prop_assert_eq!(limiter.check(caller).is_ok(), seen.insert(caller));
+        }
+        prop_assert_eq!(limiter.tracked_keys(), seen.len());
     }
 }
 

@@ -239,9 +239,13 @@ async fn a_client_that_goes_away_while_it_waits_gives_its_place_up() {
     let address = net::serve(app(layer)).await;
     let until_left = async |remaining| {
         let (parts, _) = request("").into_parts();
-        while limiter.peek(&parts).unwrap().outcomes()[0].remaining() != remaining {
-            tokio::task::yield_now().await;
-        }
+        let left = || limiter.peek(&parts).unwrap().outcomes()[0].remaining();
+        let reached = async {
+            while left() != remaining {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(secs(30), reached).await.expect("it is not given back");
     };
     until_left(10).await;
     let mut calls = Vec::new();

@@ -50,11 +50,13 @@ impl SlidingWindow {
         now_us.saturating_sub(state.start_us) / self.tick_us
     }
 
-    /// What is left, in units times ticks.
+    /// What is left, in units times ticks. Counts of a much larger limit, in coarser ticks, may be on
+    /// record; then there is nothing left.
     const fn headroom(&self, state: &State, now_us: u64) -> u64 {
-        let current = state.current * self.window;
-        let previous = state.previous * (self.window - self.elapsed(state, now_us));
-        (self.limit * self.window).saturating_sub(current + previous)
+        let left = self.window - self.elapsed(state, now_us);
+        let current = state.current.saturating_mul(self.window);
+        let used = current.saturating_add(state.previous.saturating_mul(left));
+        (self.limit * self.window).saturating_sub(used)
     }
 
     const fn start_of_window_at(&self, now_us: u64) -> u64 {

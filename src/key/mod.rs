@@ -135,7 +135,7 @@ impl Key {
     #[inline]
     pub(crate) fn with_bytes<T>(&self, hash: impl Fn(&[u8]) -> T) -> T {
         match &self.0 {
-            Encoding::Short(words) => hash(&bytes_of(words)),
+            Encoding::Short(words) => hash(&bytes_of(words)[..8 + self.len()]),
             Encoding::Long(bytes) => hash(bytes),
         }
     }
