@@ -18,7 +18,7 @@ use std::{
     task::{Context, Poll, Waker},
     time::Duration,
 };
-use support::{Contender, interleave, result};
+use support::{Operation, interleave, result};
 use tollgate::{
     Limiter, LocalStore, Policy, Quota, RateLimitLayer,
     key::{Global, PeerIp},
@@ -66,7 +66,7 @@ fn routers(name: &str, keys: usize, threads: usize) {
     }
     let contenders: Vec<_> = services
         .iter()
-        .map(|service| Contender::new("router", move |i| call(service, scatter(i, keys))))
+        .map(|service| -> Operation<'_> { Box::new(move |i| call(service, scatter(i, keys))) })
         .collect();
     let times = interleave(&contenders, threads);
     let [bare, exposing, plain, silent, governor, governor_silent] = times[..] else {

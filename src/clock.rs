@@ -4,6 +4,7 @@
 
 use std::{
     fmt,
+    future::Future as _,
     pin::Pin,
     sync::{
         Arc,
@@ -40,7 +41,7 @@ impl Clock {
     }
 
     /// A clock of one's own: a function that gives the time since the Unix epoch. It is called once
-    /// per decision and must be fast and not panic.
+    /// per decision and must be fast, not panic, and not use a limiter.
     ///
     /// Requests that have to wait for their turn sleep by tokio's timer.
     #[must_use]
@@ -101,8 +102,6 @@ impl Sleep {
         }
     }
 }
-
-use std::future::Future as _;
 
 /// The last microsecond that is counted, in the year 2215; everything later is now. Twice a quota's
 /// longest span on top of it stays below 2^53.

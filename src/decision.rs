@@ -68,7 +68,7 @@ pub(crate) enum Verdict {
 /// What a policy gives out, in the terms that clients are told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Allotment {
-    /// The most that can remain.
+    /// At least as much as can remain.
     pub(crate) limit: u64,
     /// The time in which so much comes back.
     pub(crate) window_us: u64,
@@ -218,8 +218,8 @@ impl Outcome {
         self.policy
     }
 
-    /// The most that can remain: the larger of limit and burst, or all that fits into the queue of
-    /// a leaky bucket that shapes.
+    /// What clients are told as the limit: the larger of limit and burst, or all that fits into the
+    /// queue of a leaky bucket that shapes. With a burst below the limit, less can remain.
     #[must_use]
     pub const fn limit(&self) -> u64 {
         self.quota.limit

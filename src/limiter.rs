@@ -109,21 +109,28 @@ impl<R: ?Sized + 'static> Limiter<R> {
     }
 
     /// Gives back what `request` was charged by `decision`, as far as it has not come back by
-    /// itself since. For requests that turned out to be free. Give back once.
+    /// itself since. For requests that turned out to be free. Give back once, and only decisions of
+    /// [`check`](Self::check) and [`ready`](Self::ready).
+    ///
+    /// Where several are given back out of order, a bucket may count some of it as not come back yet,
+    /// so that up to one burst more passes.
     ///
     /// # Errors
     ///
-    /// [`Rejection`] if the key of the request can no longer be found.
+    /// [`Rejection`] if the key of the request can no longer be found, or a policy's function fails.
     pub fn refund(&self, request: &R, decision: &Decision) -> Result<(), Rejection> {
         let mut bill = Bill::default();
         self.write_bill(request, &mut bill)?;
-        for charge in &mut bill.charges {
+        let Bill { charges, rules } = &mut bill;
+        for charge in charges {
             let name = self.shared.stack.name(charge.policy());
             let charged = decision.outcomes.iter().find(|outcome| outcome.policy == name);
             charge.cost = charged.map_or(0, |outcome| outcome.cost);
             if let Some(charged) = charged {
-                charge.answer.remaining = charged.remaining;
-                charge.answer.reset_us = charged.reset_us;
+                let same_quota = charged.quota == self.shared.stack.allotment(rules, charge);
+                // By another quota, what remained then says nothing: as if it was all there was.
+                charge.answer.remaining = if same_quota { charged.remaining } else { u64::MAX };
+                charge.answer.reset_us = if same_quota { charged.reset_us } else { 0 };
             }
         }
         self.shared.store.refund(&mut bill, self.shared.clock.now_us(), decision.time_us);
@@ -134,7 +141,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
     ///
     /// # Errors
     ///
-    /// [`Rejection`] if the request has no key.
+    /// [`Rejection`] if the request has no key, or a policy's function fails.
     pub fn reset(&self, request: &R) -> Result<(), Rejection> {
         let mut bill = Bill::default();
         self.write_bill(request, &mut bill)?;
@@ -158,7 +165,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         self.admit_in_line(lines, request)
     }
 
-    #[cold]
+    #[inline(never)]
     fn admit_in_line(
         &self,
         lines: &Lines,

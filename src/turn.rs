@@ -37,8 +37,10 @@ pub(crate) struct Place {
     turn_us: AtomicU64,
     /// How long that was from when it joined.
     delay_us: u64,
-    /// How much sooner those behind it have their turn if it is given up.
+    /// How much sooner those behind it have their turn if it is given up at once.
     length_us: u64,
+    /// How much of that is left when it is its turn, at the most.
+    burst_us: u64,
     waiter: Mutex<Option<Waker>>,
 }
 
@@ -66,6 +68,7 @@ impl Lines {
                 turn_us: AtomicU64::new(now_us + queued.delay_us),
                 delay_us: queued.delay_us,
                 length_us: queued.length_us,
+                burst_us: queued.burst_us,
                 waiter: Mutex::new(None),
             });
             lines.entry(place.line).or_default().push(place.clone());
@@ -75,10 +78,10 @@ impl Lines {
     }
 
     /// Takes places out of their lines. Behind those that `give_up` finds, those who wait move up.
-    fn leave(&self, places: &[Arc<Place>], give_up: impl FnOnce() -> Vec<Arc<Place>>) {
+    fn leave(&self, places: &[Arc<Place>], give_up: impl FnOnce() -> (u64, Vec<Arc<Place>>)) {
         let mut moved_up = Vec::new();
         let mut lines = self.0.lock();
-        let given_up = give_up();
+        let (now_us, given_up) = give_up();
         for place in places {
             let Some(line) = lines.get_mut(&place.line) else {
                 continue;
@@ -86,8 +89,9 @@ impl Lines {
             if let Some(index) = line.iter().position(|other| Arc::ptr_eq(other, place)) {
                 line.remove(index);
                 if given_up.iter().any(|other| Arc::ptr_eq(other, place)) {
+                    let by_us = place.length_left_us(now_us);
                     let behind = line[index..].iter();
-                    moved_up.extend(behind.filter_map(|behind| behind.move_up(place.length_us)));
+                    moved_up.extend(behind.filter_map(|behind| behind.move_up(by_us)));
                 }
             }
             if line.is_empty() {
@@ -111,6 +115,14 @@ impl Place {
         let turn_us = now_us + self.delay_us;
         self.turn_us.store(turn_us, Relaxed);
         turn_us
+    }
+
+    /// How much sooner those behind it have their turn if it is given up now: what it was charged, as
+    /// far as that has not drained yet.
+    fn length_left_us(&self, now_us: u64) -> u64 {
+        // A turn is rounded up, so what is left of it is up to a microsecond less.
+        let until_turn_us = self.turn_us.load(Relaxed).saturating_sub(now_us + 1);
+        self.length_us.min(until_turn_us.saturating_add(self.burst_us))
     }
 
     /// Returns whom to tell.
@@ -164,13 +176,15 @@ impl Future for Turn {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         // First, so that moving up in the meantime is not missed.
         for place in &self.places {
-            *place.waiter.lock() = Some(cx.waker().clone());
+            let old = place.waiter.lock().replace(cx.waker().clone());
+            // Not under the lock: it may be the last of a task that waits in this line too.
+            drop(old);
         }
         loop {
             let now_us = self.clock.now_us();
             let turn_us = self.turn_us(now_us);
             if turn_us <= now_us {
-                self.lines.leave(&self.places, Vec::new);
+                self.lines.leave(&self.places, || (now_us, Vec::new()));
                 self.places.clear();
                 return Poll::Ready(());
             }
@@ -205,7 +219,7 @@ impl Drop for Turn {
                 passed.iter().for_each(|place| bill.charges[place.charge].cost = 0);
                 refund(bill);
             }
-            waiting
+            (now_us, waiting)
         });
     }
 }

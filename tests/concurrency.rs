@@ -16,7 +16,7 @@ use support::{
     stacks::{ALGORITHMS, Algorithm, Call, limiter_with_policies, stack},
     us,
 };
-use tollgate::{Limiter, LocalStore, ManualClock, Policy, Quota, key::Global};
+use tollgate::{Limiter, LocalStore, ManualClock, Outcome, Policy, Quota, key::Global};
 
 const THREADS: u64 = 8;
 
@@ -45,10 +45,13 @@ fn limiter_of(
     policies.into_iter().fold(builder, |builder, policy| builder.policy(policy)).build().unwrap()
 }
 
+/// What each policy has left.
 fn remaining(limiter: &Limiter<u64>) -> Vec<u64> {
-    let peeked = limiter.peek(&0).or_else(|rejection| Err(rejection.outcomes().to_vec()));
-    let outcomes = peeked.map_or_else(|outcomes| outcomes, |decision| decision.outcomes().to_vec());
-    outcomes.iter().map(|outcome| outcome.remaining()).collect()
+    let left = |outcomes: &[Outcome]| outcomes.iter().map(Outcome::remaining).collect();
+    match limiter.peek(&0) {
+        Ok(decision) => left(decision.outcomes()),
+        Err(rejection) => left(rejection.outcomes()),
+    }
 }
 
 #[test]
@@ -258,7 +261,7 @@ fn a_clock_that_jumps_about_locks_nothing_up_and_keeps_the_cap() {
         .build()
         .unwrap();
     let done = Arc::new(AtomicBool::new(false));
-    let (moved, stop) = (clock.clone(), done.clone());
+    let (moved, stop) = (clock, done.clone());
     let mover = thread::spawn(move || {
         for jump in (0_u64..).take_while(|_| !stop.load(Relaxed)) {
             moved.set(T0 + secs(jump * 7_919_777 % 1_000_000_000));

@@ -4,7 +4,7 @@ mod support;
 
 use bytes::Bytes;
 use http::{HeaderValue, Request, Response, request::Parts};
-use proptest::{collection::vec, prelude::*, test_runner::Config};
+use proptest::{collection::vec, option, prelude::*, test_runner::Config};
 use std::{
     collections::HashSet,
     convert::Infallible,
@@ -16,7 +16,10 @@ use std::{
 };
 use support::{
     App, Fields, T0, YEAR, get, inputs, ms, now, secs, send,
-    stacks::{ALGORITHMS, Call, Limit, Model, Opinion, everybody, stack, traffic, with_policies},
+    stacks::{
+        ALGORITHMS, Algorithm, Call, Limit, Model, Opinion, everybody, stack, traffic,
+        with_policies,
+    },
     us, with,
 };
 use tollgate::{
@@ -135,6 +138,40 @@ proptest! {
     }
 
     #[test]
+    fn promise_2_exact_whatever_is_refunded_and_when(
+        algorithm in proptest::sample::select(&ALGORITHMS),
+        limit in 1_u64..6,
+        requests in vec(
+            (prop_oneof![Just(0), 0_u64..700_000], option::of(0_usize..9)),
+            1..60,
+        ),
+    ) {
+        let app = App::new(|builder| {
+            builder.key(Global).policy(algorithm.policy("p", Quota::per_second(limit)))
+        });
+        let limiter = app.layer.limiter();
+        let request = get().into_parts().0;
+        // Those that are not known to be free, as far as anybody knows yet.
+        let mut counted = Vec::new();
+        for (gap_us, refunded) in requests {
+            app.clock.advance(us(gap_us));
+            match refunded {
+                Some(index) if !counted.is_empty() => {
+                    let decision = counted.remove(index % counted.len());
+                    limiter.refund(&request, &decision).unwrap();
+                }
+                _ => counted.extend(limiter.check(&request)),
+            }
+        }
+        for (first, decision) in counted.iter().enumerate() {
+            for (later, other) in counted[first..].iter().enumerate() {
+                let time = other.time() - decision.time();
+                prop_assert!(within_bound(algorithm, limit, later as u64 + 1, time), "{:?}", time);
+            }
+        }
+    }
+
+    #[test]
     fn promise_3_one_clock_a_reset_that_did_not_change_is_told_the_same_twice(
         stack in stack(),
         traffic in traffic(25),
@@ -229,6 +266,20 @@ proptest! {
             app.clock.advance(secs(told));
             prop_assert!(admitted(&app.send(request(&call))));
         }
+    }
+}
+
+/// Whether so many requests may be admitted in a stretch of so much time, at `limit` a second, where
+/// others are refunded.
+fn within_bound(algorithm: Algorithm, limit: u64, admitted: u64, time: Duration) -> bool {
+    let us = time.as_micros() as u64;
+    match algorithm {
+        // A burst, and less than another that was given back while what lay on top of it was not.
+        Algorithm::TokenBucket | Algorithm::LeakyBucket => {
+            admitted * 1_000_000 < limit * (2_000_000 + us)
+        }
+        Algorithm::SlidingLog => admitted <= limit * (us / 1_000_000 + 1),
+        _ => admitted <= 2 * limit * (us / 1_000_000 + 1),
     }
 }
 
@@ -692,17 +743,18 @@ fn promise_8_shared_by_clone() {
             .unwrap()
     };
     let one = layer();
+    let same = one.clone();
+    let limiter = same.limiter().clone();
     let service = one.layer(service_fn(support::ok));
-    let other_limiter = one.clone().limiter().clone();
-    let boxed = RateLimit::new(service_fn(support::ok), &one);
+    let other = RateLimit::new(service_fn(support::ok), &same);
     for _ in 0..2 {
         assert_eq!(send(service.clone(), get()).status(), 200);
-        assert_eq!(send(boxed.clone(), get()).status(), 200);
-        assert!(other_limiter.check(&get().into_parts().0).is_ok());
+        assert_eq!(send(other.clone(), get()).status(), 200);
+        assert!(limiter.check(&get().into_parts().0).is_ok());
     }
     assert_eq!(send(service, get()).status(), 429);
-    assert_eq!(send(boxed, get()).status(), 429);
-    assert_eq!(send(one.clone().layer(service_fn(support::ok)), get()).status(), 429);
+    assert_eq!(send(other, get()).status(), 429);
+    assert_eq!(send(same.layer(service_fn(support::ok)), get()).status(), 429);
     assert!(one.limiter().check(&get().into_parts().0).is_err());
 
     // Two layers are two budgets, also by the same names.
@@ -719,7 +771,7 @@ fn promise_8_shared_by_clone_also_where_it_is_not_http() {
     let layer = RateLimitLayer::calls(limiter.clone());
     let worker = || service_fn(|job: u64| async move { Ok::<_, Infallible>(job) });
     assert_eq!(now(layer.layer(worker()).call(7)), Ok(7));
-    assert_eq!(now(RateLimit::new(worker(), &layer.clone()).call(7)), Ok(7));
+    assert_eq!(now(RateLimit::new(worker(), &layer).call(7)), Ok(7));
     assert!(matches!(now(layer.layer(worker()).call(7)), Err(CallError::Rejected(_))));
     assert!(limiter.check(&7).is_err());
     assert_eq!(now(layer.layer(worker()).call(8)), Ok(8));

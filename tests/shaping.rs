@@ -449,23 +449,20 @@ proptest! {
 
 // === through the layer ===
 
-/// A service that notes when it is called, and by whom.
-fn noted(
+/// Who called a service, and when.
+type Notes = Arc<Mutex<Vec<(String, Duration)>>>;
+
+/// A service that notes who calls it.
+fn noting(
     clock: &ManualClock,
-) -> (
-    Arc<Mutex<Vec<(String, Duration)>>>,
-    impl Service<Request<()>, Response = Response<Empty<Bytes>>, Error = Infallible, Future: Unpin>
-    + Clone,
-) {
-    let calls = Arc::<Mutex<Vec<_>>>::default();
-    let noted = calls.clone();
-    let clock = clock.clone();
-    let service = service_fn(move |request: Request<()>| {
-        let caller = request.headers().get("x-caller").unwrap().to_str().unwrap().to_owned();
-        noted.lock().unwrap().push((caller, clock.now() - T0));
+    notes: &Notes,
+) -> impl Service<Request<()>, Response = Response<Empty<Bytes>>, Error = Infallible> + Clone {
+    let (clock, notes) = (clock.clone(), notes.clone());
+    service_fn(move |request: Request<()>| {
+        let caller = request.headers()["x-caller"].to_str().unwrap().to_owned();
+        notes.lock().unwrap().push((caller, clock.now() - T0));
         std::future::ready(Ok(Response::new(Empty::new())))
-    });
-    (calls, service)
+    })
 }
 
 #[test]
@@ -473,8 +470,8 @@ fn the_inner_service_is_called_when_it_is_the_requests_turn() {
     let clock = ManualClock::at(T0);
     let layer =
         RateLimitLayer::builder().clock(&clock).key(Global).policy(five_per_second()).build();
-    let (calls, service) = noted(&clock);
-    let mut service = layer.unwrap().layer(service);
+    let notes = Notes::default();
+    let mut service = layer.unwrap().layer(noting(&clock, &notes));
     let mut crowd = Crowd::new(&clock);
     for caller in ["a", "b", "c", "d"] {
         crowd.enter(service.call(with("x-caller", caller)));
@@ -483,7 +480,7 @@ fn the_inner_service_is_called_when_it_is_the_requests_turn() {
     crowd.cancel(1);
     crowd.run_until(secs(1), ms(200));
     let expected = [("a", 0), ("c", 200), ("d", 400)].map(|(n, time)| (n.to_owned(), ms(time)));
-    assert_eq!(*calls.lock().unwrap(), expected);
+    assert_eq!(*notes.lock().unwrap(), expected);
 }
 
 #[test]
@@ -491,8 +488,8 @@ fn a_request_that_cannot_wait_that_long_is_answered_at_once() {
     let clock = ManualClock::at(T0);
     let policy = Policy::leaky_bucket("p", Quota::per_second(1)).max_delay(secs(2));
     let layer = RateLimitLayer::builder().clock(&clock).key(Global).policy(policy).build().unwrap();
-    let (calls, service) = noted(&clock);
-    let mut service = layer.layer(service);
+    let notes = Notes::default();
+    let mut service = layer.layer(noting(&clock, &notes));
     let mut crowd = Crowd::new(&clock);
     for caller in ["a", "b", "c"] {
         crowd.enter(service.call(with("x-caller", caller)));
@@ -504,7 +501,7 @@ fn a_request_that_cannot_wait_that_long_is_answered_at_once() {
     assert_eq!(response.text("ratelimit"), Some(r#""p";r=0;t=1"#));
     assert_eq!(response.text("ratelimit-policy"), Some(r#""p";q=3;w=3"#));
     crowd.run_until(secs(2), secs(1));
-    assert_eq!(calls.lock().unwrap().len(), 3);
+    assert_eq!(notes.lock().unwrap().len(), 3);
 }
 
 #[test]

@@ -14,24 +14,15 @@ pub(crate) const ROUNDS: usize = 7;
 /// The time of one run of one contender.
 const RUN: Duration = Duration::from_millis(100);
 
-/// One who takes part in a case: a name, and an operation that is given a number that counts up.
-pub(crate) struct Contender<'a> {
-    pub(crate) name: &'static str,
-    pub(crate) operation: Box<dyn Fn(usize) + Sync + 'a>,
-}
-
-impl<'a> Contender<'a> {
-    pub(crate) fn new(name: &'static str, operation: impl Fn(usize) + Sync + 'a) -> Self {
-        Self { name, operation: Box::new(operation) }
-    }
-}
+/// What a contender does; it is given a number that counts up.
+pub(crate) type Operation<'a> = Box<dyn Fn(usize) + Sync + 'a>;
 
 /// Nanoseconds per operation of each contender: all threads together, median of interleaved rounds.
-pub(crate) fn interleave(contenders: &[Contender<'_>], threads: usize) -> Vec<f64> {
+pub(crate) fn interleave(contenders: &[Operation<'_>], threads: usize) -> Vec<f64> {
     let mut rounds = vec![Vec::new(); contenders.len()];
     for round in 0..ROUNDS + 1 {
         for (contender, times) in contenders.iter().zip(&mut rounds) {
-            let time = run(&contender.operation, threads, round);
+            let time = run(contender, threads, round);
             // The first round only warms up.
             if round > 0 {
                 times.push(time);

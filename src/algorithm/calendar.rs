@@ -4,7 +4,7 @@
 //! (<https://howardhinnant.github.io/date_algorithms.html>), for days since 1970-01-01 that are not
 //! negative.
 
-const DAY_US: u64 = 86_400_000_000;
+pub(super) const DAY_US: u64 = 86_400_000_000;
 
 /// The end of the UTC day of `now_us`.
 pub(super) const fn day_end(now_us: u64) -> u64 {

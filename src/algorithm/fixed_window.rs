@@ -38,8 +38,6 @@ pub(crate) struct State {
     pub(crate) count: u64,
 }
 
-const DAY_US: u64 = 86_400_000_000;
-
 impl FixedWindow {
     pub(crate) fn new(quota: &Quota, anchor: Anchor) -> Result<Self, QuotaError> {
         quota.validate()?;
@@ -74,9 +72,9 @@ impl FixedWindow {
     const fn longest(&self) -> u64 {
         match self.span {
             Span::Aligned(period) | Span::FirstHit(period) => period,
-            Span::Day => DAY_US,
-            Span::Week => 7 * DAY_US,
-            Span::Month => 31 * DAY_US,
+            Span::Day => calendar::DAY_US,
+            Span::Week => 7 * calendar::DAY_US,
+            Span::Month => 31 * calendar::DAY_US,
         }
     }
 }

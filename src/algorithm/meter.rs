@@ -86,6 +86,9 @@ impl Meter {
             drops_per_unit: bounded(u128::from(period_us) / divisor)?,
         };
         let burst = u128::from(quota.capacity()) * u128::from(pace.drops_per_unit);
+        if !max_delay_us.is_multiple_of(tick_us) {
+            return Err(QuotaError::TooLarge);
+        }
         let queue = u128::from(max_delay_us / tick_us) * u128::from(pace.drops_per_tick);
         let capacity = bounded(burst + queue)?;
         let fill_ticks = capacity.div_ceil(pace.drops_per_tick);
@@ -123,10 +126,10 @@ impl Meter {
         self
     }
 
-    /// How much sooner others have their turn when `cost` is taken out of the bucket, rounded down.
-    fn time_of(&self, cost: u64) -> u64 {
-        let drops = u128::from(cost) * u128::from(self.pace.drops_per_unit);
-        let us = drops * u128::from(self.pace.tick_us) / u128::from(self.pace.drops_per_tick);
+    /// How long so many drops take to drain, rounded down.
+    fn time_of(&self, drops: u64) -> u64 {
+        let ticks_us = u128::from(drops) * u128::from(self.pace.tick_us);
+        let us = ticks_us / u128::from(self.pace.drops_per_tick);
         u64::try_from(us).unwrap_or(u64::MAX)
     }
 
@@ -160,15 +163,24 @@ impl Meter {
         }
         let ticks = i128::from(state.tick) - i128::from(pace.ticks(now_us));
         let drops = i128::from(state.level) + ticks * i128::from(pace.drops_per_tick);
-        let drops = u128::try_from(drops).unwrap_or(0);
+        // More than any bucket holds would only overflow.
+        let drops = u128::try_from(drops).unwrap_or(0).min(1 << 64);
         let converted = (drops * u128::from(self.pace.drops_per_unit))
             .div_ceil(u128::from(pace.drops_per_unit));
         // What could not be counted, or takes longer than any quota may, is as good as for ever.
         let longest =
             u128::from(MAX_SPAN_US / self.pace.tick_us) * u128::from(self.pace.drops_per_tick);
-        let level = converted.min(longest).min(MAX_PRODUCT.into());
+        // A level is that of the beginning of a tick, before what has drained in it since.
+        let since_us = u128::from(now_us % self.pace.tick_us);
+        let drained =
+            (since_us * u128::from(self.pace.drops_per_tick)).div_ceil(self.pace.tick_us.into());
+        let level = if converted == 0 { 0 } else { converted + drained };
+        let countable = longest.min(MAX_PRODUCT.into());
+        let lost = level > countable;
+        let level = level.min(countable);
         *state = State { tick: self.pace.ticks(now_us) as i64, level: level as i64 };
-        true
+        // That much rejects the request; what is on record stays, so that nothing is forgotten.
+        !lost
     }
 
     /// The state as it is stored: the instant at which the bucket runs empty, rounded up to a whole
@@ -226,9 +238,10 @@ impl Algorithm for Meter {
         // A bucket drains what came first, so what was spent lay on top of all that was in it, up
         // to the level right after. What was told then is that level, less than a tick too low.
         let next_unit = (spent.remaining + 1).saturating_mul(pace.drops_per_unit);
-        let ticks = (pace.ticks(spent.time_us + spent.reset_us) - pace.ticks(spent.time_us)) as i64;
-        let draining = (ticks * pace.drops_per_tick as i64 - pace.drops_per_tick as i64 + 1).max(0);
-        let level = (self.capacity + draining as u64).saturating_sub(next_unit);
+        let reset_tick = pace.ticks(spent.time_us.saturating_add(spent.reset_us));
+        let ticks = reset_tick - pace.ticks(spent.time_us);
+        let draining = ticks.saturating_sub(1).saturating_mul(pace.drops_per_tick) + 1;
+        let level = (self.capacity + draining.min(self.capacity)).saturating_sub(next_unit);
         let elapsed = pace.ticks(now_us).saturating_sub(pace.ticks(spent.time_us));
         let drained = elapsed.min(self.full_ticks) * pace.drops_per_tick;
         let drops = spent.cost.saturating_mul(pace.drops_per_unit);
@@ -254,7 +267,11 @@ impl Algorithm for Meter {
         let level = state.level() + cost * self.pace.drops_per_unit;
         match self.time_to_drain(state, now_us, level.saturating_sub(self.burst)) {
             0 => None,
-            delay_us => Some(Queued { delay_us, length_us: self.time_of(cost) }),
+            delay_us => Some(Queued {
+                delay_us,
+                length_us: self.time_of(cost * self.pace.drops_per_unit),
+                burst_us: self.time_of(self.burst),
+            }),
         }
     }
 

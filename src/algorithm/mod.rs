@@ -6,7 +6,8 @@
 //!
 //! The three steps of a decision are apart, because a request that passes several policies is
 //! charged to all of them or to none: [`settle`](Algorithm::settle) brings a state to the present,
-//! [`wait`](Algorithm::wait) asks, [`charge`](Algorithm::charge) takes.
+//! [`remaining`](Algorithm::remaining) and [`wait`](Algorithm::wait) tell, [`charge`](Algorithm::charge)
+//! takes.
 
 mod calendar;
 mod fixed_window;
@@ -42,8 +43,10 @@ pub(crate) struct Spent {
 pub(crate) struct Queued {
     /// How long it has to wait for its turn.
     pub(crate) delay_us: u64,
-    /// How much sooner those behind it have their turn if it gives up its own.
+    /// How much sooner those behind it have their turn if it gives up its own at once.
     pub(crate) length_us: u64,
+    /// How long a burst takes to drain. It is what is left in the bucket when it is its turn.
+    pub(crate) burst_us: u64,
 }
 
 pub(crate) trait Algorithm {

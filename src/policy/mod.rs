@@ -43,6 +43,9 @@ use std::{borrow::Cow, collections::HashSet, fmt, sync::Arc, time::Duration};
 /// | [`sliding_window`](Self::sliding_window) | 3 numbers | about `limit` in a period, never `2 * limit` |
 /// | [`fixed_window`](Self::fixed_window) | 2 numbers | `limit` in each window, `2 * limit` across a boundary |
 ///
+/// Quotas too large to be counted in microseconds are counted in milliseconds or seconds; there `t`
+/// is rounded up by one.
+///
 /// # When the clock steps back
 ///
 /// A clock that steps back by less than a full refill never grants anything: policies wait until it
@@ -140,6 +143,9 @@ impl<R: ?Sized> Policy<R> {
     /// With `Quota::per_second(5).burst(1)` and a maximum delay of 20 seconds, of a hundred requests
     /// that come at once the first goes on at once and then one every 200 ms. Whoever is cancelled
     /// while waiting gives up its place, and those behind move up.
+    ///
+    /// Use only [`Limiter::ready`](crate::Limiter::ready) and the layer with it: what `check`,
+    /// `refund` and `reset` change, those who wait do not learn.
     #[must_use]
     pub fn max_delay(mut self, max_delay: Duration) -> Self {
         match &mut self.kind {

@@ -247,6 +247,12 @@ impl<R: ?Sized + 'static> Stack<R> {
         })
     }
 
+    /// What the rule of a charge gives out.
+    #[inline]
+    pub(crate) fn allotment(&self, rules: &[Rule], charge: &Charge) -> Allotment {
+        charge.rule(rules).map_or(self.entries[charge.policy()].allotment, Rule::allotment)
+    }
+
     /// What the policies said to a bill, in the order of the stack.
     #[inline]
     pub(crate) fn outcomes(&self, bill: &Bill) -> Outcomes {
@@ -254,7 +260,7 @@ impl<R: ?Sized + 'static> Stack<R> {
             let entry = &self.entries[charge.policy()];
             Outcome {
                 policy: entry.name,
-                quota: charge.rule(&bill.rules).map_or(entry.allotment, Rule::allotment),
+                quota: self.allotment(&bill.rules, charge),
                 remaining: charge.answer.remaining,
                 cost: charge.cost,
                 reset_us: charge.answer.reset_us,

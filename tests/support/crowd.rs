@@ -9,7 +9,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering::SeqCst},
     },
-    task::{Context, Wake, Waker},
+    task::{Context, Poll, Wake, Waker},
     time::Duration,
 };
 use tollgate::ManualClock;
@@ -19,8 +19,13 @@ use tollgate::ManualClock;
 pub(crate) struct Crowd<'a, T> {
     clock: ManualClock,
     start: Duration,
-    waiting: BTreeMap<usize, (Pin<Box<dyn Future<Output = T> + 'a>>, Arc<Woken>)>,
+    waiting: BTreeMap<usize, Waiter<'a, T>>,
     entered: usize,
+}
+
+struct Waiter<'a, T> {
+    future: Pin<Box<dyn Future<Output = T> + 'a>>,
+    woken: Arc<Woken>,
 }
 
 struct Woken(AtomicBool);
@@ -40,7 +45,7 @@ impl<'a, T> Crowd<'a, T> {
     /// The first to enter is number 0.
     pub(crate) fn enter(&mut self, future: impl Future<Output = T> + 'a) -> usize {
         let woken = Arc::new(Woken(AtomicBool::new(true)));
-        self.waiting.insert(self.entered, (Box::pin(future), woken));
+        self.waiting.insert(self.entered, Waiter { future: Box::pin(future), woken });
         self.entered += 1;
         self.entered - 1
     }
@@ -62,20 +67,17 @@ impl<'a, T> Crowd<'a, T> {
     /// Polls everybody who was woken, and returns who is done, in order.
     pub(crate) fn run(&mut self) -> Vec<(usize, T)> {
         let mut done = Vec::new();
-        loop {
-            let woken =
-                |(_, (_, woken)): &(&usize, &mut (_, Arc<Woken>))| woken.0.swap(false, SeqCst);
-            let Some((&number, (future, woken))) = self.waiting.iter_mut().find(woken) else {
-                return done;
-            };
-            let waker = Waker::from(woken.clone());
-            if let std::task::Poll::Ready(result) =
-                future.as_mut().poll(&mut Context::from_waker(&waker))
-            {
+        while let Some((&number, waiter)) =
+            self.waiting.iter_mut().find(|(_, waiter)| waiter.woken.0.swap(false, SeqCst))
+        {
+            let waker = Waker::from(waiter.woken.clone());
+            let polled = waiter.future.as_mut().poll(&mut Context::from_waker(&waker));
+            if let Poll::Ready(result) = polled {
                 self.waiting.remove(&number);
                 done.push((number, result));
             }
         }
+        done
     }
 
     /// Moves the clock from one instant to the next at which somebody's turn may be, a whole

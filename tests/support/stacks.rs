@@ -115,8 +115,7 @@ impl Limit {
         self.burst.unwrap_or(self.limit)
     }
 
-    /// What of the caller's identity the policy counts by.
-    fn key_of(&self, call: &Call) -> (Option<u16>, Option<u16>) {
+    fn key_of(&self, call: &Call) -> Counted {
         match self.whom {
             Whom::Everybody => (None, None),
             Whom::User => (None, Some(call.user)),
@@ -205,8 +204,12 @@ pub(crate) fn limiter_with_policies(builder: LimiterBuilder, stack: &[Limit]) ->
 /// A stack that remembers everything that it ever let through.
 pub(crate) struct Model<'a> {
     stack: &'a [Limit],
-    spent: HashMap<(usize, (Option<u16>, Option<u16>)), Vec<Spent>>,
+    /// By the index of the policy, and whom it counted.
+    spent: HashMap<(usize, Counted), Vec<Spent>>,
 }
+
+/// The tenant and the user, as far as a policy tells them apart.
+type Counted = (Option<u16>, Option<u16>);
 
 #[derive(Clone, Copy, Debug)]
 struct Spent {

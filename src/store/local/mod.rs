@@ -25,12 +25,12 @@ use std::{
 ///
 /// Every key space (a distinct key extractor of the stack) has a map of its own with one fixed-size
 /// entry per key: 16 bytes of fingerprint and 16 bytes for each of its policies (24 for a sliding
-/// window, 48 for a bucket whose quota is looked up per request), at a load of 70 to 87 %. Keys
+/// window, 48 for a bucket whose quota is looked up per request), at a load of 70 to 87 % while it fills. Keys
 /// themselves are not kept. Sliding logs keep their timestamps beside it.
 ///
 /// Keys whose state equals that of a key never seen are swept out as time goes by. When a map is
-/// full all the same, the next new key takes the place of one that is fresh again, and if there is
-/// none, of one that soonest would be: only then a caller gets a new budget too early, so make the
+/// full all the same, the next new key takes the place of one that is fresh again, and if none was
+/// found of late, of one that soonest is or will be: only then a caller gets a new budget too early, so make the
 /// map larger than the number of callers that are near their limits at one time.
 #[derive(Clone, Debug)]
 pub struct LocalStore {
@@ -120,7 +120,7 @@ struct Padded(Mutex<Shard>);
 /// Every shard is swept once in this time, if there are any requests at all.
 const SWEEP_ROUND_US: u64 = 1_000_000;
 
-/// A request sweeps at most about so many slots: well below a millisecond.
+/// A request sweeps no further shard after so many slots: about a millisecond.
 const SWEEP_SLOTS: usize = 1 << 17;
 
 impl Local {
@@ -330,7 +330,7 @@ impl Shard {
 
 impl Space {
     fn new(options: &LocalStore, layout: &shard::Layout, log_limit: usize) -> Self {
-        // Shards of a thousand keys or more are even enough, and swept in some microseconds.
+        // Shards of five hundred keys or more are even enough, and swept in some microseconds.
         let mut shards = (options.max_keys / 1_024).next_power_of_two().clamp(1, 256);
         // A ring grows by doubling.
         let largest_ring = 2 * log_limit;
@@ -362,8 +362,11 @@ impl Space {
     #[inline]
     fn sweep(&self, now_us: u64) {
         let last_us = self.last_sweep_us.load(Relaxed);
-        // A clock that stepped back wraps to a very long time: everything is due.
-        if now_us.wrapping_sub(last_us) >= self.sweep_interval_us {
+        let due = now_us.saturating_sub(last_us) >= self.sweep_interval_us;
+        // Of two requests at one moment the later may have read the earlier time: that is no clock
+        // that stepped back.
+        let stepped_back = last_us.saturating_sub(now_us) >= SWEEP_ROUND_US;
+        if due || stepped_back {
             self.sweep_since(last_us, now_us);
         }
     }
@@ -375,6 +378,7 @@ impl Space {
             return;
         }
         let shards = self.shards.len();
+        // After a step back the difference wraps to a very long time: everything is due.
         let due = (now_us.wrapping_sub(last_us) / self.sweep_interval_us).min(shards as u64);
         let mut slots = 0;
         for _ in 0..due {

@@ -121,7 +121,11 @@ impl Step for Decide {
         };
         self.admitted &= fits;
         let charged = self.charging && self.admitted && charge.cost > 0;
-        let queued = if fits { algorithm.queued(state, now_us, charge.cost) } else { None };
+        let queued = if fits && charge.cost > 0 {
+            algorithm.queued(state, now_us, charge.cost)
+        } else {
+            None
+        };
         if charged {
             algorithm.charge(state, now_us, charge.cost);
             remaining -= charge.cost;
