@@ -37,10 +37,6 @@ pub(crate) struct Place {
     turn_us: AtomicU64,
     /// How long that was from when it joined.
     delay_us: u64,
-    /// How much sooner those behind it have their turn if it is given up at once.
-    length_us: u64,
-    /// How much of that is left when it is its turn, at the most.
-    burst_us: u64,
     waiter: Mutex<Option<Waker>>,
 }
 
@@ -59,16 +55,15 @@ impl Lines {
         };
         let mut places = Vec::new();
         for (index, charge) in bill.charges.iter().enumerate() {
-            let Some(queued) = charge.answer.queued else {
+            let delay_us = charge.answer.delay_us;
+            if delay_us == 0 {
                 continue;
-            };
+            }
             let place = Arc::new(Place {
                 line: (charge.policy(), charge.fingerprint),
                 charge: index,
-                turn_us: AtomicU64::new(now_us + queued.delay_us),
-                delay_us: queued.delay_us,
-                length_us: queued.length_us,
-                burst_us: queued.burst_us,
+                turn_us: AtomicU64::new(now_us + delay_us),
+                delay_us,
                 waiter: Mutex::new(None),
             });
             lines.entry(place.line).or_default().push(place.clone());
@@ -77,22 +72,20 @@ impl Lines {
         places
     }
 
-    /// Takes places out of their lines. Behind those that `give_up` finds, those who wait move up.
-    fn leave(&self, places: &[Arc<Place>], give_up: impl FnOnce() -> (u64, Vec<Arc<Place>>)) {
+    /// Takes places out of their lines, and tells those behind each how much they move up, as
+    /// `give_up` finds out.
+    fn leave(&self, places: &[Arc<Place>], give_up: impl FnOnce() -> Vec<u64>) {
         let mut moved_up = Vec::new();
         let mut lines = self.0.lock();
-        let (now_us, given_up) = give_up();
-        for place in places {
+        let lengths_us = give_up();
+        for (place, by_us) in places.iter().zip(lengths_us) {
             let Some(line) = lines.get_mut(&place.line) else {
                 continue;
             };
             if let Some(index) = line.iter().position(|other| Arc::ptr_eq(other, place)) {
                 line.remove(index);
-                if given_up.iter().any(|other| Arc::ptr_eq(other, place)) {
-                    let by_us = place.length_left_us(now_us);
-                    let behind = line[index..].iter();
-                    moved_up.extend(behind.filter_map(|behind| behind.move_up(by_us)));
-                }
+                let behind = line[index..].iter().filter(|_| by_us > 0);
+                moved_up.extend(behind.filter_map(|behind| behind.move_up(by_us)));
             }
             if line.is_empty() {
                 lines.remove(&place.line);
@@ -115,14 +108,6 @@ impl Place {
         let turn_us = now_us + self.delay_us;
         self.turn_us.store(turn_us, Relaxed);
         turn_us
-    }
-
-    /// How much sooner those behind it have their turn if it is given up now: what it was charged, as
-    /// far as that has not drained yet.
-    fn length_left_us(&self, now_us: u64) -> u64 {
-        // A turn is rounded up, so what is left of it is up to a microsecond less.
-        let until_turn_us = self.turn_us.load(Relaxed).saturating_sub(now_us + 1);
-        self.length_us.min(until_turn_us.saturating_add(self.burst_us))
     }
 
     /// Returns whom to tell.
@@ -184,7 +169,7 @@ impl Future for Turn {
             let now_us = self.clock.now_us();
             let turn_us = self.turn_us(now_us);
             if turn_us <= now_us {
-                self.lines.leave(&self.places, || (now_us, Vec::new()));
+                self.lines.leave(&self.places, || vec![0; self.places.len()]);
                 self.places.clear();
                 return Poll::Ready(());
             }
@@ -212,14 +197,15 @@ impl Drop for Turn {
         let Self { lines, places, clock, bill, refund, .. } = self;
         lines.leave(places, || {
             let now_us = clock.now_us();
-            let (passed, waiting): (Vec<_>, Vec<_>) =
-                places.iter().cloned().partition(|place| place.turn_us(now_us) <= now_us);
-            if !waiting.is_empty() {
-                // A slot that has passed is nobody's any more.
-                passed.iter().for_each(|place| bill.charges[place.charge].cost = 0);
-                refund(bill);
+            if places.iter().all(|place| place.turn_us(now_us) <= now_us) {
+                return vec![0; places.len()];
             }
-            (now_us, waiting)
+            // A slot that has passed is nobody's any more.
+            for place in places.iter().filter(|place| place.turn_us(now_us) <= now_us) {
+                bill.charges[place.charge].cost = 0;
+            }
+            refund(bill);
+            places.iter().map(|place| bill.charges[place.charge].answer.length_us).collect()
         });
     }
 }

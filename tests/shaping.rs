@@ -222,15 +222,15 @@ fn one_who_moves_up_to_the_present_goes_at_once() {
     let policy = Policy::leaky_bucket("p", Quota::per_second(1).burst(5)).max_delay(secs(60));
     let limiter = limiter(&clock, [costly(policy)]);
     let mut crowd = Crowd::new(&clock);
-    for cost in &[5, 20, 5] {
+    for cost in &[5, 5, 1] {
         crowd.enter(limiter.ready(cost));
     }
     assert_eq!(crowd.run().len(), 1);
-    clock.advance(secs(10));
+    clock.advance(ms(4_900));
     assert!(crowd.run().is_empty());
     crowd.cancel(1);
     let done = crowd.run();
-    assert_eq!(done.len(), 1, "its turn would have been after 5 s");
+    assert_eq!(done.len(), 1, "its turn would have been after 1 s");
     assert_eq!(done[0].0, 2);
 }
 

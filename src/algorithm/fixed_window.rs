@@ -118,7 +118,7 @@ impl Algorithm for FixedWindow {
         state.count = state.count.saturating_sub(cost);
     }
 
-    fn refund(&self, state: &mut State, now_us: u64, spent: &Spent) {
+    fn refund(&self, state: &mut State, now_us: u64, spent: &Spent) -> u64 {
         let spent_in_this_window = match self.span {
             Span::FirstHit(period) => state.end_us <= spent.time_us + period,
             _ => state.end_us == self.end_of_window_at(spent.time_us),
@@ -126,6 +126,7 @@ impl Algorithm for FixedWindow {
         if spent_in_this_window {
             self.take_back(state, now_us, spent.cost);
         }
+        0
     }
 
     fn fresh_at(&self, state: &State) -> u64 {

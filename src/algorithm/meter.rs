@@ -10,7 +10,7 @@
 //! over any length of time. With `limit` units per `period` ticks, reduced to lowest terms, a unit
 //! is `period` drops and a tick drains `limit`.
 
-use super::{Algorithm, MAX_PRODUCT, Queued, Spent, TICKS_US};
+use super::{Algorithm, MAX_PRODUCT, Spent, TICKS_US};
 use crate::policy::quota::{MAX_SPAN_US, Quota, QuotaError};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -233,7 +233,7 @@ impl Algorithm for Meter {
         state.level = state.level().saturating_sub(drops) as i64;
     }
 
-    fn refund(&self, state: &mut State, now_us: u64, spent: &Spent) {
+    fn refund(&self, state: &mut State, now_us: u64, spent: &Spent) -> u64 {
         let pace = self.pace;
         // A bucket drains what came first, so what was spent lay on top of all that was in it, up
         // to the level right after. What was told then is that level, less than a tick too low.
@@ -247,6 +247,7 @@ impl Algorithm for Meter {
         let drops = spent.cost.saturating_mul(pace.drops_per_unit);
         let left = level.max(drops).saturating_sub(drained).min(drops);
         state.level = state.level().saturating_sub(left) as i64;
+        self.time_of(left)
     }
 
     #[inline]
@@ -259,20 +260,14 @@ impl Algorithm for Meter {
     }
 
     #[inline]
-    fn queued(&self, state: &State, now_us: u64, cost: u64) -> Option<Queued> {
-        // Most meters have no queue, and no request is delayed by a bucket within its burst.
+    fn delay(&self, state: &State, now_us: u64, cost: u64) -> u64 {
+        // Most meters have no queue.
         if self.capacity == self.burst {
-            return None;
+            return 0;
         }
+        // Its turn is when all but the burst has drained.
         let level = state.level() + cost * self.pace.drops_per_unit;
-        match self.time_to_drain(state, now_us, level.saturating_sub(self.burst)) {
-            0 => None,
-            delay_us => Some(Queued {
-                delay_us,
-                length_us: self.time_of(cost * self.pace.drops_per_unit),
-                burst_us: self.time_of(self.burst),
-            }),
-        }
+        self.time_to_drain(state, now_us, level.saturating_sub(self.burst))
     }
 
     fn fresh_at(&self, state: &State) -> u64 {

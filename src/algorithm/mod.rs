@@ -38,17 +38,6 @@ pub(crate) struct Spent {
     pub(crate) reset_us: u64,
 }
 
-/// Where a request that was admitted stands in the queue of a shaping bucket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Queued {
-    /// How long it has to wait for its turn.
-    pub(crate) delay_us: u64,
-    /// How much sooner those behind it have their turn if it gives up its own at once.
-    pub(crate) length_us: u64,
-    /// How long a burst takes to drain. It is what is left in the bucket when it is its turn.
-    pub(crate) burst_us: u64,
-}
-
 pub(crate) trait Algorithm {
     /// What is remembered of one key. The default is a key never seen.
     type State: Default;
@@ -72,8 +61,9 @@ pub(crate) trait Algorithm {
     /// Undoes the charge of `cost` that was just made.
     fn take_back(&self, state: &mut Self::State, now_us: u64, cost: u64);
 
-    /// Gives back what was spent, as far as it has not come back by itself.
-    fn refund(&self, state: &mut Self::State, now_us: u64, spent: &Spent);
+    /// Gives back what was spent, as far as it has not come back by itself. Returns how much sooner
+    /// those who wait behind it have their turn, where anybody can wait.
+    fn refund(&self, state: &mut Self::State, now_us: u64, spent: &Spent) -> u64;
 
     /// From when on the state equals that of a key never seen, so that it can be forgotten.
     fn fresh_at(&self, state: &Self::State) -> u64;
@@ -85,9 +75,9 @@ pub(crate) trait Algorithm {
     /// How far ahead [`fresh_at`](Self::fresh_at) can be, by a clock that never goes back.
     fn horizon_us(&self) -> u64;
 
-    /// Where `cost`, for which there is room, will have to wait for its turn, if it will have to.
-    fn queued(&self, _state: &Self::State, _now_us: u64, _cost: u64) -> Option<Queued> {
-        None
+    /// How long `cost`, for which there is room, will have to wait for its turn; 0 is not at all.
+    fn delay(&self, _state: &Self::State, _now_us: u64, _cost: u64) -> u64 {
+        0
     }
 
     /// How long until more than `remaining` can be spent; 0 if that is everything.

@@ -228,9 +228,8 @@ proptest! {
         for (gap_us, cost) in steps {
             now_us += gap_us;
             bucket.settle(&mut state, now_us);
-            let queued = bucket.queued(&state, now_us, cost);
+            let delay_us = if cost <= quota.capacity() { bucket.delay(&state, now_us, cost) } else { 0 };
             if cost <= quota.capacity() && decide(&bucket, &mut state, now_us, cost) == Some(0) {
-                let delay_us = queued.map_or(0, |queued| queued.delay_us);
                 prop_assert!(delay_us <= 10_000_000);
                 let departure_us = now_us + delay_us;
                 prop_assert!(departures.last().is_none_or(|last| last.0 <= departure_us), "in order");

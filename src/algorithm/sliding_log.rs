@@ -72,13 +72,14 @@ impl Algorithm for SlidingLog {
         log.truncate(log.len().saturating_sub(cost as usize));
     }
 
-    fn refund(&self, log: &mut State, _now_us: u64, spent: &Spent) {
+    fn refund(&self, log: &mut State, _now_us: u64, spent: &Spent) -> u64 {
         // Its own times and no others: an older time in the place of a newer one would leave sooner.
         let end = log.partition_point(|&time| time <= spent.time_us);
         let start = log.partition_point(|&time| time < spent.time_us);
         let cost = usize::try_from(spent.cost).unwrap_or(usize::MAX);
         let start = start.max(end.saturating_sub(cost));
         log.drain(start..end);
+        0
     }
 
     fn fresh_at(&self, log: &State) -> u64 {

@@ -117,12 +117,13 @@ impl Algorithm for SlidingWindow {
         state.current = state.current.saturating_sub(cost);
     }
 
-    fn refund(&self, state: &mut State, now_us: u64, spent: &Spent) {
+    fn refund(&self, state: &mut State, now_us: u64, spent: &Spent) -> u64 {
         if spent.time_us >= state.start_us {
             self.take_back(state, now_us, spent.cost);
         } else if spent.time_us + self.window_us() >= state.start_us {
             state.previous = state.previous.saturating_sub(spent.cost);
         }
+        0
     }
 
     fn fresh_at(&self, state: &State) -> u64 {

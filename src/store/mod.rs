@@ -5,7 +5,7 @@
 pub(crate) mod local;
 
 use crate::{
-    algorithm::{Algorithm, Anchor, FixedWindow, Meter, Queued, SlidingLog, SlidingWindow},
+    algorithm::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow},
     decision::{Allotment, Verdict},
     key::Fingerprint,
     policy::quota::{Quota, QuotaError},
@@ -56,8 +56,10 @@ pub(crate) struct Answer {
     pub(crate) verdict: Verdict,
     pub(crate) remaining: u64,
     pub(crate) reset_us: u64,
-    /// Where the charge has to wait for its turn, if it was made and has to.
-    pub(crate) queued: Option<Queued>,
+    /// How long the charge has to wait for its turn; 0 is not at all.
+    pub(crate) delay_us: u64,
+    /// Once it is given back: how much sooner those who wait behind it have their turn.
+    pub(crate) length_us: u64,
     /// Whether the charge was made.
     pub(crate) charged: bool,
 }
@@ -80,15 +82,20 @@ pub(crate) enum Mode {
 
 impl Answer {
     /// What stands in its place until a store has answered.
-    pub(crate) const NONE: Self =
-        Self { verdict: Verdict::Never, remaining: 0, reset_us: 0, queued: None, charged: false };
+    pub(crate) const NONE: Self = Self {
+        verdict: Verdict::Never,
+        remaining: 0,
+        reset_us: 0,
+        delay_us: 0,
+        length_us: 0,
+        charged: false,
+    };
 }
 
 impl Bill {
     /// How long the request has to wait for its turn.
     pub(crate) fn delay_us(&self) -> u64 {
-        let queued = self.charges.iter().filter_map(|charge| charge.answer.queued);
-        queued.map(|queued| queued.delay_us).max().unwrap_or(0)
+        self.charges.iter().map(|charge| charge.answer.delay_us).max().unwrap_or(0)
     }
 }
 

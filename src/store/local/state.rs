@@ -121,17 +121,14 @@ impl Step for Decide {
         };
         self.admitted &= fits;
         let charged = self.charging && self.admitted && charge.cost > 0;
-        let queued = if fits && charge.cost > 0 {
-            algorithm.queued(state, now_us, charge.cost)
-        } else {
-            None
-        };
+        let waits = fits && charge.cost > 0;
+        let delay_us = if waits { algorithm.delay(state, now_us, charge.cost) } else { 0 };
         if charged {
             algorithm.charge(state, now_us, charge.cost);
             remaining -= charge.cost;
         }
         let reset_us = algorithm.reset(state, now_us, remaining);
-        charge.answer = Answer { verdict, remaining, reset_us, queued, charged };
+        charge.answer = Answer { verdict, remaining, reset_us, delay_us, length_us: 0, charged };
         charged
     }
 }
@@ -151,7 +148,7 @@ impl Step for TakeBack {
             algorithm.take_back(state, now_us, charge.cost);
             answer.remaining += charge.cost;
             answer.reset_us = algorithm.reset(state, now_us, answer.remaining);
-            answer.queued = None;
+            answer.delay_us = 0;
         }
         charged
     }
@@ -167,7 +164,7 @@ impl Step for Refund {
     ) -> bool {
         let Answer { remaining, reset_us, .. } = charge.answer;
         let spent = Spent { time_us: self.spent_us, cost: charge.cost, remaining, reset_us };
-        algorithm.refund(state, now_us, &spent);
+        charge.answer.length_us = algorithm.refund(state, now_us, &spent);
         true
     }
 }
