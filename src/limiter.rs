@@ -133,7 +133,12 @@ impl<R: ?Sized + 'static> Limiter<R> {
                 charge.answer.reset_us = if same_quota { charged.reset_us } else { 0 };
             }
         }
-        self.shared.store.refund(&mut bill, self.shared.clock.now_us(), decision.time_us);
+        let Shared { store, clock, lines, .. } = &*self.shared;
+        let refund = |bill: &mut Bill| store.refund(bill, clock.now_us(), decision.time_us);
+        match lines {
+            None => refund(&mut bill),
+            Some(lines) => lines.give_back(&mut bill, decision.time_us + decision.delay_us, refund),
+        }
         Ok(())
     }
 

@@ -72,6 +72,22 @@ impl Lines {
         places
     }
 
+    /// Gives back what somebody who does not wait was charged, by `refund`. Those who have their turn
+    /// after the one it had at `turn_us` move up.
+    pub(crate) fn give_back(&self, bill: &mut Bill, turn_us: u64, refund: impl FnOnce(&mut Bill)) {
+        let mut moved_up = Vec::new();
+        let lines = self.0.lock();
+        refund(bill);
+        for charge in bill.charges.iter().filter(|charge| charge.answer.length_us > 0) {
+            let line = lines.get(&(charge.policy(), charge.fingerprint));
+            let behind = line.into_iter().flatten();
+            let behind = behind.filter(|place| place.turn_us.load(Relaxed) > turn_us);
+            moved_up.extend(behind.filter_map(|place| place.move_up(charge.answer.length_us)));
+        }
+        drop(lines);
+        moved_up.into_iter().for_each(Waker::wake);
+    }
+
     /// Takes places out of their lines, and tells those behind each how much they move up, as
     /// `give_up` finds out.
     fn leave(&self, places: &[Arc<Place>], give_up: impl FnOnce() -> Vec<u64>) {

@@ -12,7 +12,9 @@ use std::{
     },
     time::Duration,
 };
-use support::{App, Fields, T0, YEAR, from_peer, get, ms, now, secs, send, with};
+use support::{
+    App, Fields, T0, YEAR, from_peer, get, ms, now, secs, send, stacks::ALGORITHMS, with,
+};
 use tollgate::{
     Limiter, LocalStore, ManualClock, Policy, Quota, QuotaError, RateLimitLayer, Reason, Rejection,
     key::{ClientIp, Global, Header, Key, MissingKey, Networks, Path, PeerIp},
@@ -555,4 +557,21 @@ fn a_looser_quota_turns_nobody_away() {
     assert_eq!(app.statuses(3, get), [200; 3]);
     per_20_s.store(1_000, Relaxed);
     assert_eq!(app.at(ms(100)).status(get()), 200);
+}
+
+/// BR-58, whatever the algorithm.
+#[test]
+fn a_larger_limit_turns_nobody_away() {
+    for algorithm in ALGORITHMS {
+        let limit = Arc::new(AtomicU64::new(5));
+        let current = limit.clone();
+        let app = app_with(
+            algorithm
+                .policy("p", Quota::per_minute(5))
+                .quota_for(move |_| Some(Quota::per_minute(current.load(Relaxed)))),
+        );
+        assert_eq!(app.statuses(6, get), [200, 200, 200, 200, 200, 429], "{algorithm:?}");
+        limit.store(50, Relaxed);
+        assert_eq!(app.at(ms(100)).statuses(45, get), [200; 45], "{algorithm:?}");
+    }
 }

@@ -448,6 +448,27 @@ fn promise_3_one_clock_prints_a_reset_the_same_however_often_it_is_asked() {
     }
 }
 
+// === 4. honest waits ===
+
+/// Also where the caller is looked at under a slower quota meanwhile, and turned away under it.
+#[test]
+fn promise_4_honest_waits_of_a_caller_with_two_quotas() {
+    for algorithm in ALGORITHMS {
+        let app = App::new(|builder| {
+            let slower = Quota::per_minute(1);
+            builder.key(Global).policy(algorithm.policy("p", Quota::per_minute(10)).quota_for(
+                move |parts: &Parts| parts.headers.contains_key("x-slow").then_some(slower),
+            ))
+        });
+        app.statuses(10, get);
+        let told = app.send(get()).retry_after().unwrap();
+        let slow = with("x-slow", "").into_parts().0;
+        assert!(app.layer.limiter().peek(&slow).is_err());
+        assert!(app.layer.limiter().check(&slow).is_err());
+        assert_eq!(app.at(secs(told)).status(get()), 200, "{algorithm:?} after {told} s");
+    }
+}
+
 // === 5. bounded memory ===
 
 #[test]

@@ -393,6 +393,22 @@ fn giving_up_in_bulk_mints_no_tokens() {
     assert_eq!(admitted, 10, "at one instant from a bucket of 10");
 }
 
+/// Or the next to come would have the same turn as the last who waits.
+#[test]
+fn whoever_waits_moves_up_when_one_before_it_turns_out_to_be_free() {
+    let clock = ManualClock::at(T0);
+    let limiter = limiter(&clock, [five_per_second()]);
+    let mut crowd = Crowd::new(&clock);
+    for _ in 0..3 {
+        crowd.enter(limiter.ready(&1));
+    }
+    let (_, decision) = crowd.run().remove(0);
+    limiter.refund(&1, &decision.unwrap()).unwrap();
+    let last = crowd.enter(limiter.ready(&1));
+    let turns = [(1, 0), (2, 200), (last, 400)].map(|(n, turn)| (n, ms(turn)));
+    assert_eq!(crowd.run_until(ms(400), ms(200)), turns);
+}
+
 proptest! {
     #![proptest_config(inputs(250))]
 

@@ -179,8 +179,9 @@ impl Meter {
         let lost = level > countable;
         let level = level.min(countable);
         *state = State { tick: self.pace.ticks(now_us) as i64, level: level as i64 };
-        // That much rejects the request; what is on record stays, so that nothing is forgotten.
-        !lost
+        // What is on record stays where it would be forgotten, for so much rejects the request anyway,
+        // and where it would drain slower from now on, until something is charged.
+        !lost && self.pace.is_as_fast_as(pace)
     }
 
     /// The state as it is stored: the instant at which the bucket runs empty, rounded up to a whole
@@ -302,6 +303,16 @@ impl Pace {
     const fn ticks(&self, us: u64) -> u64 {
         // By far the most quotas count in microseconds, and a division is dear.
         if self.tick_us == 1 { us } else { us / self.tick_us }
+    }
+
+    fn is_as_fast_as(&self, other: Self) -> bool {
+        // Units per tick, over a common denominator.
+        let rate = |one: Self, other: Self| {
+            u128::from(one.drops_per_tick)
+                * u128::from(other.drops_per_unit)
+                * u128::from(other.tick_us)
+        };
+        rate(*self, other) >= rate(other, *self)
     }
 
     #[inline]

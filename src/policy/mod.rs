@@ -144,8 +144,8 @@ impl<R: ?Sized> Policy<R> {
     /// that come at once the first goes on at once and then one every 200 ms. Whoever is cancelled
     /// while waiting gives up its place, and those behind move up.
     ///
-    /// Use only [`Limiter::ready`](crate::Limiter::ready) and the layer with it: what `check`,
-    /// `refund` and `reset` change, those who wait do not learn.
+    /// Use only [`Limiter::ready`](crate::Limiter::ready) and the layer with it: `check` takes a turn
+    /// without standing in line, and after a `reset` newcomers do not wait for those in line.
     #[must_use]
     pub fn max_delay(mut self, max_delay: Duration) -> Self {
         match &mut self.kind {
@@ -197,6 +197,9 @@ impl<R: ?Sized> Policy<R> {
     /// Looks a quota up for each request, such as that of the caller's plan. `None` is the quota
     /// that the policy was made with; to leave a caller unlimited use [`when`](Self::when) or
     /// [`exempt`](Self::exempt).
+    ///
+    /// The quota should be a matter of the caller; for requests of different kinds make two policies,
+    /// with [`when`](Self::when).
     ///
     /// A caller who moves to another quota keeps what it has used. Buckets take any quota; windows
     /// and logs only such as have the period of the policy's own, for what was counted over one
