@@ -860,3 +860,30 @@ fn the_emptiest_request_is_decided() {
     *request.headers_mut() = HeaderMap::new();
     assert_eq!(app.status(request), 200);
 }
+
+/// What remained under another quota says nothing about this one.
+#[test]
+fn a_refund_under_another_quota_neither_panics_nor_mints() {
+    let clock = ManualClock::at(T0);
+    let limiter = Limiter::<bool>::builder()
+        .clock(&clock)
+        .key(Global)
+        .policy(
+            Policy::token_bucket("p", Quota::per_second(10))
+                .quota_for(|large: &bool| large.then(|| Quota::per_second(1_000))),
+        )
+        .build()
+        .unwrap();
+    let small = limiter.check(&false).unwrap();
+    let large = limiter.check(&true).unwrap();
+    limiter.refund(&true, &small).unwrap();
+    limiter.refund(&false, &large).unwrap();
+    assert_eq!(limiter.peek(&false).unwrap().outcomes()[0].remaining(), 10);
+    // What has come back by itself is not given back once more.
+    clock.advance(secs(1));
+    for _ in 0..10 {
+        limiter.check(&false).unwrap();
+    }
+    limiter.refund(&true, &small).unwrap();
+    assert!(limiter.check(&false).is_err());
+}

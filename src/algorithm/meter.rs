@@ -238,11 +238,11 @@ impl Algorithm for Meter {
         let pace = self.pace;
         // A bucket drains what came first, so what was spent lay on top of all that was in it, up
         // to the level right after. What was told then is that level, less than a tick too low.
-        let next_unit = (spent.remaining + 1).saturating_mul(pace.drops_per_unit);
+        let next_unit = spent.remaining.saturating_add(1).saturating_mul(pace.drops_per_unit);
         let reset_tick = pace.ticks(spent.time_us.saturating_add(spent.reset_us));
         let ticks = reset_tick - pace.ticks(spent.time_us);
-        let draining = ticks.saturating_sub(1).saturating_mul(pace.drops_per_tick) + 1;
-        let level = (self.capacity + draining.min(self.capacity)).saturating_sub(next_unit);
+        let draining = ticks.saturating_sub(1).saturating_mul(pace.drops_per_tick);
+        let level = (self.capacity + draining.min(self.capacity) + 1).saturating_sub(next_unit);
         let elapsed = pace.ticks(now_us).saturating_sub(pace.ticks(spent.time_us));
         let drained = elapsed.min(self.full_ticks) * pace.drops_per_tick;
         let drops = spent.cost.saturating_mul(pace.drops_per_unit);
