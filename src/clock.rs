@@ -105,7 +105,7 @@ impl Sleep {
 
 /// The last microsecond that is counted, in the year 2215; everything later is now. Twice a quota's
 /// longest span on top of it stays below 2^53.
-const END_OF_TIME_US: u64 = (1 << 53) - 2 * crate::policy::quota::MAX_SPAN_US;
+const END_OF_TIME_US: u64 = (1 << 53) - 2 * crate::quota::MAX_SPAN_US;
 
 fn saturating_us(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).map_or(END_OF_TIME_US, |us| us.min(END_OF_TIME_US))

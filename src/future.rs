@@ -1,8 +1,11 @@
 //! The futures of limited services: waiting for their turn, running, or rejected.
 
 use crate::{
-    body::ResponseBody, decision::Rejection, layer::HttpLimits, reply::Annotation,
-    service::CallError, turn::Turn,
+    body::ResponseBody,
+    decision::Rejection,
+    protocol::{CallError, HttpLimits},
+    reply::Annotation,
+    turn::Turn,
 };
 use bytes::Bytes;
 use http::{Request, Response};

@@ -1,6 +1,6 @@
 //! The limits of a layer as a tonic interceptor.
 
-use crate::{layer::HttpLimits, policy::stack::BuildError};
+use crate::{policy::stack::BuildError, protocol::HttpLimits};
 use http::{HeaderMap, HeaderValue, Method, Request, header::CONTENT_TYPE};
 use std::{fmt, sync::Arc};
 use tonic::{Status, metadata::MetadataMap, service::Interceptor};

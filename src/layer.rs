@@ -6,17 +6,13 @@ use crate::{
     key::KeyExtractor,
     limiter::{Limiter, LimiterBuilder},
     policy::{Policy, stack::BuildError},
+    protocol::{Calls, Http, HttpLimits, Options, Protocol},
     reply::{GrpcCode, Headers, Responder},
     service::RateLimit,
 };
 use bytes::Bytes;
-use http::{HeaderMap, Method, Response, header, request::Parts};
-use std::{
-    fmt,
-    marker::PhantomData,
-    panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
-};
+use http::{Response, request::Parts};
+use std::{fmt, sync::Arc};
 use tower_layer::Layer;
 
 /// Applies a stack of policies to a service.
@@ -73,53 +69,6 @@ use tower_layer::Layer;
 pub struct RateLimitLayer<P: Protocol = Http> {
     pub(crate) shared: Arc<P::Shared>,
 }
-
-/// What kind of service a [`RateLimitLayer`] is for: [`Http`] or [`Calls`].
-pub trait Protocol: sealed::Protocol {}
-
-/// HTTP and gRPC services: requests are [`http::Request`]s, rejections are responses.
-#[derive(Clone, Copy, Debug)]
-pub struct Http;
-
-/// Any other service whose requests are `Req`: rejections are [`CallError`](crate::CallError)s.
-pub struct Calls<Req>(PhantomData<fn(Req)>);
-
-mod sealed {
-    #[expect(unnameable_types, reason = "nobody else may implement or call it")]
-    pub trait Protocol {
-        /// What all services of a layer share.
-        type Shared;
-    }
-}
-
-impl Protocol for Http {}
-impl sealed::Protocol for Http {
-    type Shared = HttpLimits;
-}
-
-impl<Req> Protocol for Calls<Req> {}
-impl<Req> sealed::Protocol for Calls<Req> {
-    type Shared = Limiter<Req>;
-}
-
-/// A limiter, and how it answers HTTP requests.
-#[expect(unnameable_types, reason = "an associated type of a sealed trait")]
-pub struct HttpLimits {
-    pub(crate) limiter: Limiter<Parts>,
-    pub(crate) options: Options,
-    pub(crate) responder: Responder,
-}
-
-/// What to do with HTTP requests besides limiting them.
-pub(crate) struct Options {
-    headers: Headers,
-    grpc_code: GrpcCode,
-    on_rejection: Option<OnRejection>,
-    skip_preflight: bool,
-    pub(crate) expose_decision: bool,
-}
-
-type OnRejection = Box<dyn Fn(&Rejection, &Parts) -> Response<Bytes> + Send + Sync>;
 
 // === impl RateLimitLayer ===
 
@@ -197,56 +146,17 @@ impl<S, P: Protocol> Layer<S> for RateLimitLayer<P> {
     }
 }
 
+impl<S, P: Protocol> RateLimit<S, P> {
+    /// Limits the requests to `inner` by the limits of `layer`.
+    #[must_use]
+    pub fn new(inner: S, layer: &RateLimitLayer<P>) -> Self {
+        Self { inner, shared: layer.shared.clone() }
+    }
+}
+
 impl<P: Protocol> fmt::Debug for RateLimitLayer<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RateLimitLayer").finish_non_exhaustive()
-    }
-}
-
-impl<Req> fmt::Debug for Calls<Req> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Calls")
-    }
-}
-
-// === impl HttpLimits ===
-
-impl HttpLimits {
-    /// Whether a request is let through without being counted.
-    pub(crate) fn skips(&self, parts: &Parts) -> bool {
-        self.options.skip_preflight && is_preflight(&parts.method, &parts.headers)
-    }
-
-    /// The answer to a request that is turned away. The rejection goes along in its extensions, for
-    /// layers outside this one.
-    pub(crate) fn reject(&self, rejection: Rejection, parts: &Parts) -> Response<Bytes> {
-        let own = self.options.on_rejection.as_ref().and_then(|on_rejection| {
-            // Without an answer of its own the request still gets one.
-            catch_unwind(AssertUnwindSafe(|| on_rejection(&rejection, parts))).ok()
-        });
-        let mut response = match own {
-            Some(mut response) => {
-                self.responder.complete(&rejection, response.headers_mut());
-                response
-            }
-            None => self.responder.reject(&rejection, &parts.headers),
-        };
-        response.extensions_mut().insert(rejection);
-        response
-    }
-}
-
-/// Whether a request is a CORS preflight: an OPTIONS request with the two headers that make it one
-/// (Fetch standard, section 3.3.2).
-fn is_preflight(method: &Method, headers: &HeaderMap) -> bool {
-    method == Method::OPTIONS
-        && headers.contains_key(header::ORIGIN)
-        && headers.contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
-}
-
-impl fmt::Debug for HttpLimits {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HttpLimits").field("limiter", &self.limiter).finish_non_exhaustive()
     }
 }
 

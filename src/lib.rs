@@ -78,10 +78,11 @@
 //!
 //! # Map of the code
 //!
-//! `layer` and [`RateLimit`] (`service`, `future`, `body`) are the way in for requests; `limiter`
-//! runs the stack and knows no HTTP; `policy` has quotas, policies and the checked stack;
-//! `algorithm` is pure integer functions; `store` keeps state; [`key`] finds keys; [`reply`] turns
-//! decisions into headers and responses; `clock` alone asks the system for the time.
+//! `layer` and [`RateLimit`] (`service`, `future`, `body`) are the way in for requests, `protocol`
+//! says of which kind; `limiter` runs the stack and knows no HTTP; `policy` has policies and the
+//! checked stack, `quota` what they give out; `algorithm` is pure integer functions; `store` keeps
+//! state; [`key`] finds keys; [`reply`] turns decisions into headers and responses; `clock` alone
+//! asks the system for the time.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -96,6 +97,8 @@ pub mod key;
 mod layer;
 mod limiter;
 mod policy;
+mod protocol;
+mod quota;
 pub mod reply;
 mod service;
 mod store;
@@ -111,8 +114,10 @@ pub use future::{CallFuture, ResponseFuture};
 #[cfg(feature = "tonic")]
 #[cfg_attr(docsrs, doc(cfg(feature = "tonic")))]
 pub use interceptor::RateLimitInterceptor;
-pub use layer::{Calls, Http, Protocol, RateLimitLayer, RateLimitLayerBuilder};
+pub use layer::{RateLimitLayer, RateLimitLayerBuilder};
 pub use limiter::{Limiter, LimiterBuilder};
-pub use policy::{Period, Policy, Quota, QuotaError, stack::BuildError};
-pub use service::{CallError, RateLimit};
+pub use policy::{Policy, stack::BuildError};
+pub use protocol::{CallError, Calls, Http, Protocol};
+pub use quota::{Period, Quota, QuotaError};
+pub use service::RateLimit;
 pub use store::LocalStore;

@@ -2,35 +2,28 @@
 
 use crate::{
     body::ResponseBody,
-    decision::Rejection,
     future::{CallFuture, ResponseFuture},
-    layer::{Calls, Http, Protocol, RateLimitLayer},
+    protocol::{CallError, Calls, Http, Protocol},
 };
 use http::{Request, Response};
 use http_body::Body;
 use std::{
-    error, fmt, mem,
+    fmt, mem,
     sync::Arc,
     task::{Context, Poll},
 };
 use tower_service::Service;
 
-/// A service whose requests are limited, see [`RateLimitLayer`].
+/// A service whose requests are limited, see [`RateLimitLayer`](crate::RateLimitLayer).
 ///
 /// It is ready whenever the inner service is: whether a request may go on depends on its key, so it
 /// is decided when the request is there. The request's body is not touched.
 pub struct RateLimit<S, P: Protocol = Http> {
-    inner: S,
-    shared: Arc<P::Shared>,
+    pub(crate) inner: S,
+    pub(crate) shared: Arc<P::Shared>,
 }
 
 impl<S, P: Protocol> RateLimit<S, P> {
-    /// Limits the requests to `inner` by the limits of `layer`.
-    #[must_use]
-    pub fn new(inner: S, layer: &RateLimitLayer<P>) -> Self {
-        Self { inner, shared: layer.shared.clone() }
-    }
-
     /// The inner service.
     #[must_use]
     pub const fn get_ref(&self) -> &S {
@@ -143,33 +136,4 @@ impl<S: fmt::Debug, P: Protocol> fmt::Debug for RateLimit<S, P> {
 #[cfg_attr(docsrs, doc(cfg(feature = "tonic")))]
 impl<S: tonic::server::NamedService> tonic::server::NamedService for RateLimit<S> {
     const NAME: &'static str = S::NAME;
-}
-
-/// Why a call to a limited service that is not HTTP failed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum CallError<E> {
-    /// The call was turned away; the inner service was not called. The request is gone: whoever
-    /// wants to send it again later keeps a copy, or asks [`Limiter::ready`](crate::Limiter::ready)
-    /// before the call.
-    Rejected(Box<Rejection>),
-    /// The inner service failed.
-    Inner(E),
-}
-
-impl<E: fmt::Display> fmt::Display for CallError<E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Rejected(rejection) => rejection.fmt(f),
-            Self::Inner(error) => error.fmt(f),
-        }
-    }
-}
-
-impl<E: error::Error + 'static> error::Error for CallError<E> {
-    fn source(&self) -> Option<&(dyn error::Error + 'static)> {
-        match self {
-            Self::Rejected(rejection) => Some(&**rejection),
-            Self::Inner(error) => Some(error),
-        }
-    }
 }

@@ -5,7 +5,7 @@
 //! of this algorithm.
 
 use super::{Algorithm, Spent, calendar};
-use crate::policy::quota::{Period, Quota, QuotaError};
+use crate::quota::{Period, Quota, QuotaError};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FixedWindow {

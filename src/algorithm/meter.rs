@@ -11,7 +11,7 @@
 //! is `period` drops and a tick drains `limit`.
 
 use super::{Algorithm, MAX_PRODUCT, Spent, TICKS_US};
-use crate::policy::quota::{MAX_SPAN_US, Quota, QuotaError};
+use crate::quota::{MAX_SPAN_US, Quota, QuotaError};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Meter {

@@ -1,7 +1,7 @@
 //! Properties of all algorithms, against slow and obvious models.
 
 use super::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow, Spent, meter};
-use crate::policy::quota::{Period, Quota};
+use crate::quota::{Period, Quota};
 use proptest::prelude::*;
 use std::time::Duration;
 

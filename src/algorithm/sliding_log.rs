@@ -4,7 +4,7 @@
 //! bytes, in a ring that grows up to the limit; a decision looks at one of them.
 
 use super::{Algorithm, Spent};
-use crate::policy::quota::{Quota, QuotaError};
+use crate::quota::{Quota, QuotaError};
 use std::collections::VecDeque;
 
 /// The largest limit: 800 kB of timestamps a key.

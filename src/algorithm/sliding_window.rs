@@ -6,7 +6,7 @@
 //! `current * window + previous * (window - elapsed) + cost * window <= limit * window`.
 
 use super::{Algorithm, MAX_PRODUCT, Spent, TICKS_US};
-use crate::policy::quota::{Quota, QuotaError};
+use crate::quota::{Quota, QuotaError};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SlidingWindow {

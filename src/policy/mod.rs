@@ -1,13 +1,11 @@
 //! Policies: one named limit each, and the stacks that they form.
 
-pub(crate) mod quota;
 pub(crate) mod stack;
-
-pub use quota::{Period, Quota, QuotaError};
 
 use crate::{
     algorithm::Anchor,
     key::{FindKey, Key, KeyExtractor, MissingKey},
+    quota::Quota,
     store::Kind,
 };
 use http::request::Parts;
@@ -204,7 +202,7 @@ impl<R: ?Sized> Policy<R> {
     /// A caller who moves to another quota keeps what it has used. Buckets take any quota; windows
     /// and logs only such as have the period of the policy's own, for what was counted over one
     /// period says nothing about another. A quota that cannot be, for that or another reason (see
-    /// [`QuotaError`]), rejects the request as the server's fault.
+    /// [`QuotaError`](crate::QuotaError)), rejects the request as the server's fault.
     #[must_use]
     pub fn quota_for(
         mut self,

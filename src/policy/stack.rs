@@ -1,9 +1,10 @@
 //! A stack: checked policies in their order, grouped by whom they count.
 
-use super::{Condition, Cost, Period, Policy, Quota, QuotaError, QuotaFor};
+use super::{Condition, Cost, Policy, QuotaFor};
 use crate::{
     decision::{Allotment, INLINE_OUTCOMES, Outcome, Outcomes, Reason},
     key::{FindKey, Fingerprint, Key, MissingKey, Secret},
+    quota::{Period, Quota, QuotaError},
     store::{Answer, Bill, Charge, Kind, Rule, local::Plan},
 };
 use parking_lot::Mutex;

@@ -8,7 +8,7 @@ use crate::{
     algorithm::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow},
     decision::{Allotment, Verdict},
     key::Fingerprint,
-    policy::quota::{Quota, QuotaError},
+    quota::{Quota, QuotaError},
 };
 use smallvec::SmallVec;
 use std::time::Duration;

@@ -11,7 +11,7 @@ mod table;
 
 use super::{Bill, Charge, Kind, Mode, Rule};
 use crate::key::Fingerprint;
-use crate::policy::quota::MAX_SPAN_US;
+use crate::quota::MAX_SPAN_US;
 use parking_lot::{Mutex, MutexGuard};
 use rings::Rings;
 use shard::Shard;
