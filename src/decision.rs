@@ -52,6 +52,8 @@ pub struct Outcome {
     pub(crate) remaining: u64,
     pub(crate) cost: u64,
     pub(crate) reset_us: u64,
+    /// How long the request has to wait for its turn by this policy; 0 is not at all.
+    pub(crate) delay_us: u64,
     pub(crate) verdict: Verdict,
 }
 
@@ -74,12 +76,16 @@ pub(crate) struct Allotment {
     pub(crate) window_us: u64,
 }
 
-pub(crate) type Outcomes = SmallVec<[Outcome; INLINE_OUTCOMES]>;
-
-/// Most stacks are no deeper than this; only deeper ones allocate.
-pub(crate) const INLINE_OUTCOMES: usize = 3;
+/// Most stacks are no deeper than three; only deeper ones allocate.
+pub(crate) type Outcomes = SmallVec<[Outcome; 3]>;
 
 impl Decision {
+    /// A decision that is still to be made.
+    #[inline]
+    pub(crate) fn open() -> Self {
+        Self { time_us: 0, delay_us: 0, outcomes: Outcomes::new() }
+    }
+
     /// What each policy that applied said, in the order of the stack.
     #[must_use]
     pub fn outcomes(&self) -> &[Outcome] {
@@ -111,6 +117,13 @@ impl Decision {
 }
 
 impl Rejection {
+    /// The rejection of a request for which not all policies had room.
+    pub(crate) fn of_limits(outcomes: Outcomes, time_us: u64) -> Self {
+        let fits = outcomes.iter().all(|outcome| outcome.verdict != Verdict::Never);
+        let reason = if fits { Reason::Limited } else { Reason::TooCostly };
+        Self { reason, time_us, outcomes }
+    }
+
     /// Why.
     #[must_use]
     pub const fn reason(&self) -> &Reason {
@@ -202,15 +215,12 @@ impl error::Error for Rejection {
 }
 
 impl Outcome {
-    /// What stands where there is no outcome.
-    pub(crate) const NONE: Self = Self {
-        policy: "",
-        quota: Allotment { limit: 0, window_us: 0 },
-        remaining: 0,
-        cost: 0,
-        reset_us: 0,
-        verdict: Verdict::Never,
-    };
+    /// What stands for a policy until a store has answered.
+    #[inline]
+    pub(crate) const fn open(policy: &'static str, quota: Allotment, cost: u64) -> Self {
+        let verdict = Verdict::Never;
+        Self { policy, quota, cost, remaining: 0, reset_us: 0, delay_us: 0, verdict }
+    }
 
     /// The policy's name.
     #[must_use]

@@ -2,7 +2,7 @@
 
 use crate::{
     clock::Clock,
-    decision::{Decision, Outcomes, Reason, Rejection, Verdict},
+    decision::{Decision, Outcome, Outcomes, Rejection},
     key::{FindKey, KeyExtractor},
     policy::{
         Policy,
@@ -12,7 +12,7 @@ use crate::{
     turn::{Lines, Turn},
 };
 use http::request::Parts;
-use std::{fmt, sync::Arc};
+use std::{fmt, mem, sync::Arc};
 
 /// A stack of policies with its state, for any kind of request and without any service around it.
 ///
@@ -119,25 +119,23 @@ impl<R: ?Sized + 'static> Limiter<R> {
     ///
     /// [`Rejection`] if the key of the request can no longer be found, or a policy's function fails.
     pub fn refund(&self, request: &R, decision: &Decision) -> Result<(), Rejection> {
-        let mut bill = Bill::default();
-        self.write_bill(request, &mut bill)?;
-        let Bill { charges, rules } = &mut bill;
-        for charge in charges {
-            let name = self.shared.stack.name(charge.policy());
-            let charged = decision.outcomes.iter().find(|outcome| outcome.policy == name);
-            charge.cost = charged.map_or(0, |outcome| outcome.cost);
+        let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
+        self.write_bill(request, &mut bill, &mut outcomes)?;
+        for outcome in &mut outcomes {
+            let charged = decision.outcomes.iter().find(|charged| charged.policy == outcome.policy);
+            outcome.cost = charged.map_or(0, |charged| charged.cost);
             if let Some(charged) = charged {
-                let same_quota = charged.quota == self.shared.stack.allotment(rules, charge);
+                let same_quota = charged.quota == outcome.quota;
                 // By another quota, what remained then says nothing: as if it was all there was.
-                charge.answer.remaining = if same_quota { charged.remaining } else { u64::MAX };
-                charge.answer.reset_us = if same_quota { charged.reset_us } else { 0 };
+                outcome.remaining = if same_quota { charged.remaining } else { u64::MAX };
+                outcome.reset_us = if same_quota { charged.reset_us } else { 0 };
             }
         }
         let Shared { store, clock, lines, .. } = &*self.shared;
-        let refund = |bill: &mut Bill| store.refund(bill, clock.now_us(), decision.time_us);
+        let mut refund = || store.refund(&bill, &mut outcomes, clock.now_us(), decision.time_us);
         match lines {
-            None => refund(&mut bill),
-            Some(lines) => lines.give_back(&mut bill, decision.time_us + decision.delay_us, refund),
+            None => drop(refund()),
+            Some(lines) => lines.give_back(&bill, decision.time_us + decision.delay_us, refund),
         }
         Ok(())
     }
@@ -148,8 +146,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
     ///
     /// [`Rejection`] if the request has no key, or a policy's function fails.
     pub fn reset(&self, request: &R) -> Result<(), Rejection> {
-        let mut bill = Bill::default();
-        self.write_bill(request, &mut bill)?;
+        let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
+        self.write_bill(request, &mut bill, &mut outcomes)?;
         self.shared.store.reset(&bill);
         Ok(())
     }
@@ -177,22 +175,26 @@ impl<R: ?Sized + 'static> Limiter<R> {
         request: &R,
     ) -> Result<(Decision, Option<Box<Turn>>), Rejection> {
         let shared = &self.shared;
-        let mut bill = Bill::default();
-        self.write_bill(request, &mut bill)?;
-        let (mut admitted, mut time_us) = (false, 0);
-        let places = lines.join(&mut bill, |bill| {
-            (admitted, time_us) = shared.acquire(bill, Mode::Charge);
-            admitted.then_some(time_us)
-        });
-        let decision = shared.sum_up(&bill, admitted, time_us)?;
-        let turn = (!places.is_empty()).then(|| {
-            let limiter = self.clone();
-            let refund = move |bill: &mut Bill| {
-                let shared = &limiter.shared;
-                shared.store.refund(bill, shared.clock.now_us(), time_us);
-            };
-            Box::new(Turn::new(lines, places, shared.clock.clone(), bill, Box::new(refund)))
-        });
+        let mut turn = None;
+        let decision = self.decide_by(request, |bill, outcomes| {
+            let (mut admitted, mut time_us) = (false, 0);
+            let places = lines.join(bill, outcomes, |outcomes| {
+                (admitted, time_us) = shared.acquire(bill, outcomes, Mode::Charge);
+                admitted.then_some(time_us)
+            });
+            if !places.is_empty() {
+                let limiter = self.clone();
+                let refund = move |bill: &Bill, outcomes: &mut [Outcome]| {
+                    let shared = &limiter.shared;
+                    shared.store.refund(bill, outcomes, shared.clock.now_us(), time_us)
+                };
+                let (clock, bill) = (shared.clock.clone(), bill.clone());
+                let outcomes = outcomes.iter().copied().collect();
+                let refund = Box::new(refund);
+                turn = Some(Box::new(Turn::new(lines, places, clock, bill, outcomes, refund)));
+            }
+            (admitted, time_us)
+        })?;
         Ok((decision, turn))
     }
 
@@ -202,15 +204,56 @@ impl<R: ?Sized + 'static> Limiter<R> {
 
     #[inline]
     fn decide(&self, request: &R, mode: Mode) -> Result<Decision, Rejection> {
-        let mut bill = Bill::default();
-        self.write_bill(request, &mut bill)?;
-        let (admitted, time_us) = self.shared.acquire(&mut bill, mode);
-        self.shared.sum_up(&bill, admitted, time_us)
+        self.decide_by(request, |bill, outcomes| self.shared.acquire(bill, outcomes, mode))
+    }
+
+    /// Decides a request by `acquire`, which returns whether it may go on, and the present.
+    #[inline]
+    fn decide_by(
+        &self,
+        request: &R,
+        acquire: impl FnOnce(&Bill, &mut [Outcome]) -> (bool, u64),
+    ) -> Result<Decision, Rejection> {
+        // A decision is large: it is written where the caller wants it, and not moved.
+        let mut result = Ok(Decision::open());
+        if let Ok(decision) = &mut result
+            && let Err(rejection) = self.fill_in(decision, request, acquire)
+        {
+            result = Err(rejection);
+        }
+        result
     }
 
     #[inline]
-    fn write_bill(&self, request: &R, bill: &mut Bill) -> Result<(), Rejection> {
-        self.shared.stack.bill(request, bill).map_err(|reason| Rejection {
+    fn fill_in(
+        &self,
+        decision: &mut Decision,
+        request: &R,
+        acquire: impl FnOnce(&Bill, &mut [Outcome]) -> (bool, u64),
+    ) -> Result<(), Rejection> {
+        let Decision { time_us, delay_us, outcomes } = decision;
+        let mut bill = Bill::default();
+        self.write_bill(request, &mut bill, outcomes)?;
+        let admitted;
+        (admitted, *time_us) = acquire(&bill, outcomes);
+        self.shared.stack.sort(outcomes);
+        if !admitted {
+            return Err(Rejection::of_limits(mem::take(outcomes), *time_us));
+        }
+        if self.shared.lines.is_some() {
+            *delay_us = outcomes.iter().map(|outcome| outcome.delay_us).max().unwrap_or(0);
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn write_bill(
+        &self,
+        request: &R,
+        bill: &mut Bill,
+        outcomes: &mut Outcomes,
+    ) -> Result<(), Rejection> {
+        self.shared.stack.bill(request, bill, outcomes).map_err(|reason| Rejection {
             reason: *reason,
             time_us: self.shared.clock.now_us(),
             outcomes: Outcomes::new(),
@@ -222,21 +265,9 @@ impl<R: ?Sized + 'static> Shared<R> {
     /// Asks the store whether the request may go on, and returns the present with it. This is where
     /// a decision reads the time, once.
     #[inline]
-    fn acquire(&self, bill: &mut Bill, mode: Mode) -> (bool, u64) {
+    fn acquire(&self, bill: &Bill, outcomes: &mut [Outcome], mode: Mode) -> (bool, u64) {
         let time_us = self.clock.now_us();
-        (self.store.acquire(bill, time_us, mode), time_us)
-    }
-
-    #[inline]
-    fn sum_up(&self, bill: &Bill, admitted: bool, time_us: u64) -> Result<Decision, Rejection> {
-        if admitted {
-            let delay_us = if self.lines.is_some() { bill.delay_us() } else { 0 };
-            return Ok(Decision { time_us, delay_us, outcomes: self.stack.outcomes(bill) });
-        }
-        let mut verdicts = bill.charges.iter().map(|charge| charge.answer.verdict);
-        let fits = verdicts.all(|verdict| verdict != Verdict::Never);
-        let reason = if fits { Reason::Limited } else { Reason::TooCostly };
-        Err(Rejection { reason, time_us, outcomes: self.stack.outcomes(bill) })
+        (self.store.acquire(bill, outcomes, time_us, mode), time_us)
     }
 }
 

@@ -6,8 +6,9 @@
 
 use crate::{
     clock::{Clock, Sleep},
+    decision::{Outcome, Outcomes},
     key::Fingerprint,
-    store::Bill,
+    store::{Bill, Lengths},
 };
 use parking_lot::Mutex;
 use std::{
@@ -46,16 +47,17 @@ impl Lines {
     /// of the decisions.
     pub(crate) fn join(
         &self,
-        bill: &mut Bill,
-        acquire: impl FnOnce(&mut Bill) -> Option<u64>,
+        bill: &Bill,
+        outcomes: &mut [Outcome],
+        acquire: impl FnOnce(&mut [Outcome]) -> Option<u64>,
     ) -> Vec<Arc<Place>> {
         let mut lines = self.0.lock();
-        let Some(now_us) = acquire(bill) else {
+        let Some(now_us) = acquire(outcomes) else {
             return Vec::new();
         };
         let mut places = Vec::new();
-        for (index, charge) in bill.charges.iter().enumerate() {
-            let delay_us = charge.answer.delay_us;
+        for (index, (charge, outcome)) in bill.charges.iter().zip(outcomes).enumerate() {
+            let delay_us = outcome.delay_us;
             if delay_us == 0 {
                 continue;
             }
@@ -74,15 +76,15 @@ impl Lines {
 
     /// Gives back what somebody who does not wait was charged, by `refund`. Those who have their turn
     /// after the one it had at `turn_us` move up.
-    pub(crate) fn give_back(&self, bill: &mut Bill, turn_us: u64, refund: impl FnOnce(&mut Bill)) {
+    pub(crate) fn give_back(&self, bill: &Bill, turn_us: u64, refund: impl FnOnce() -> Lengths) {
         let mut moved_up = Vec::new();
         let lines = self.0.lock();
-        refund(bill);
-        for charge in bill.charges.iter().filter(|charge| charge.answer.length_us > 0) {
+        let lengths_us = refund();
+        for (charge, by_us) in bill.charges.iter().zip(lengths_us).filter(|(_, by_us)| *by_us > 0) {
             let line = lines.get(&(charge.policy(), charge.fingerprint));
             let behind = line.into_iter().flatten();
             let behind = behind.filter(|place| place.turn_us.load(Relaxed) > turn_us);
-            moved_up.extend(behind.filter_map(|place| place.move_up(charge.answer.length_us)));
+            moved_up.extend(behind.filter_map(|place| place.move_up(by_us)));
         }
         drop(lines);
         moved_up.into_iter().for_each(Waker::wake);
@@ -140,13 +142,14 @@ pub(crate) struct Turn {
     places: Vec<Arc<Place>>,
     clock: Clock,
     sleep: Option<Asleep>,
-    /// What the request was charged.
+    /// What the request was charged, and what came of it.
     bill: Bill,
+    outcomes: Outcomes,
     /// Gives it back.
     refund: Refund,
 }
 
-type Refund = Box<dyn Fn(&mut Bill) + Send + Sync>;
+type Refund = Box<dyn Fn(&Bill, &mut [Outcome]) -> Lengths + Send + Sync>;
 
 /// A sleep, and until when.
 struct Asleep {
@@ -160,9 +163,10 @@ impl Turn {
         places: Vec<Arc<Place>>,
         clock: Clock,
         bill: Bill,
+        outcomes: Outcomes,
         refund: Refund,
     ) -> Self {
-        Self { lines: lines.clone(), places, clock, sleep: None, bill, refund }
+        Self { lines: lines.clone(), places, clock, sleep: None, bill, outcomes, refund }
     }
 
     /// When the last of its turns is.
@@ -210,7 +214,7 @@ impl Drop for Turn {
         if self.places.is_empty() {
             return;
         }
-        let Self { lines, places, clock, bill, refund, .. } = self;
+        let Self { lines, places, clock, bill, outcomes, refund, .. } = self;
         lines.leave(places, || {
             let now_us = clock.now_us();
             if places.iter().all(|place| place.turn_us(now_us) <= now_us) {
@@ -218,10 +222,10 @@ impl Drop for Turn {
             }
             // A slot that has passed is nobody's any more.
             for place in places.iter().filter(|place| place.turn_us(now_us) <= now_us) {
-                bill.charges[place.charge].cost = 0;
+                outcomes[place.charge].cost = 0;
             }
-            refund(bill);
-            places.iter().map(|place| bill.charges[place.charge].answer.length_us).collect()
+            let lengths_us = refund(bill, outcomes);
+            places.iter().map(|place| lengths_us[place.charge]).collect()
         });
     }
 }

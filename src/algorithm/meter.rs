@@ -203,7 +203,7 @@ impl Algorithm for Meter {
         let tick = self.pace.ticks(now_us) as i64;
         // No longer time makes a difference, and so the product stays small.
         let farthest = self.farthest_ticks;
-        let elapsed = (tick - state.tick).clamp(-farthest - 1, farthest + 1);
+        let elapsed = (tick - state.tick).min(farthest + 1).max(-farthest - 1);
         let drops_per_tick = self.pace.drops_per_tick as i64;
         let level = (state.level - elapsed * drops_per_tick).max(0);
         let stepped_back = level > farthest * drops_per_tick;

@@ -60,12 +60,16 @@ pub struct Key(Encoding);
 /// What a key is made from, in a form to be compared and hashed.
 #[derive(Clone, PartialEq, Eq, Hash)]
 enum Encoding {
-    /// A word with the tag and the length, then the bytes, and zeros behind them: whole words, so
-    /// that the keys of nearly all requests pass from hand to hand in registers.
-    Short([u64; WORDS]),
+    /// A word with the tag and the length, then the bytes, and zeros behind them. They are written
+    /// and read as whole words, for a processor waits where it reads across what it just wrote.
+    Short(Words),
     /// The tag with a mark, then more bytes than a short key has room for.
     Long(Box<[u8]>),
 }
+
+#[repr(align(8))]
+#[derive(Clone, PartialEq, Eq, Hash)]
+struct Words([[u8; 8]; WORDS]);
 
 /// What marks the tag of a long key, which otherwise could be made to look like a short one.
 const LONG: u8 = 0x80;
@@ -118,12 +122,11 @@ impl Key {
         if bytes.len() > SHORT {
             return Self::long(tag, bytes);
         }
-        let mut words = [0; WORDS];
-        words[0] = u64::from(tag as u8) | (bytes.len() as u64) << 8;
-        for (index, word) in words[1..].iter_mut().enumerate() {
-            *word = nth_word(bytes, index);
-        }
-        Self(Encoding::Short(words))
+        let head = u64::from(tag as u8) | (bytes.len() as u64) << 8;
+        let nth = |index| nth_word(bytes, index);
+        // Not in a loop, so that they need not be in memory before they are where the key is to be.
+        let words = [head, nth(0), nth(1), nth(2), nth(3), nth(4), nth(5)];
+        Self(Encoding::Short(Words(words.map(u64::to_le_bytes))))
     }
 
     #[cold]
@@ -135,7 +138,10 @@ impl Key {
     #[inline]
     pub(crate) fn with_bytes<T>(&self, hash: impl Fn(&[u8]) -> T) -> T {
         match &self.0 {
-            Encoding::Short(words) => hash(&bytes_of(words)[..8 + self.len()]),
+            Encoding::Short(Words(words)) => {
+                let used = 1 + self.len().div_ceil(8);
+                hash(words[..used].as_flattened())
+            }
             Encoding::Long(bytes) => hash(bytes),
         }
     }
@@ -149,7 +155,9 @@ impl Key {
             out.extend_from_slice(bytes);
         };
         match &self.0 {
-            Encoding::Short(words) => append(words[0] as u8, &bytes_of(words)[8..8 + self.len()]),
+            Encoding::Short(Words(words)) => {
+                append(words[0][0], &words[1..].as_flattened()[..self.len()])
+            }
             Encoding::Long(bytes) => append(bytes[0], &bytes[1..]),
         }
     }
@@ -157,7 +165,7 @@ impl Key {
     /// The number of bytes that it was made from.
     fn len(&self) -> usize {
         match &self.0 {
-            Encoding::Short(words) => (words[0] >> 8) as usize,
+            Encoding::Short(Words(words)) => words[0][1].into(),
             Encoding::Long(bytes) => bytes.len() - 1,
         }
     }
@@ -177,15 +185,6 @@ fn nth_word(bytes: &[u8], index: usize) -> u64 {
         Some(last) if !rest.is_empty() => u64::from_le_bytes(*last) >> (8 * (8 - rest.len())),
         _ => rest.iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte)),
     }
-}
-
-#[inline]
-fn bytes_of(words: &[u64; WORDS]) -> [u8; 8 * WORDS] {
-    let mut bytes = [0; 8 * WORDS];
-    for (bytes, word) in bytes.chunks_exact_mut(8).zip(words) {
-        bytes.copy_from_slice(&word.to_le_bytes());
-    }
-    bytes
 }
 
 /// Appends a length in seven bits a byte, lowest first; the eighth bit says that more follow.

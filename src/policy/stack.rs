@@ -2,10 +2,10 @@
 
 use super::{Condition, Cost, Policy, QuotaFor};
 use crate::{
-    decision::{Allotment, INLINE_OUTCOMES, Outcome, Outcomes, Reason},
-    key::{FindKey, Fingerprint, Key, MissingKey, Secret},
+    decision::{Allotment, Outcome, Outcomes, Reason},
+    key::{FindKey, Fingerprint, Key, KeyError, MissingKey, Secret},
     quota::{Period, Quota, QuotaError},
-    store::{Answer, Bill, Charge, Kind, Rule, local::Plan},
+    store::{Bill, Charge, Kind, Rule, local::Plan},
 };
 use parking_lot::Mutex;
 use std::{
@@ -179,13 +179,18 @@ impl<R: ?Sized + 'static> Stack<R> {
         self.entries.iter().find(shapes).map(|entry| entry.name)
     }
 
-    /// Writes what `request` is to be charged. This is where the user's functions run; a panic in one
+    /// Writes what `request` is to be charged, with an outcome for each charge. This is where the user's functions run; a panic in one
     /// of them goes no further.
     #[inline]
-    pub(crate) fn bill(&self, request: &R, bill: &mut Bill) -> Result<(), Box<Reason>> {
+    pub(crate) fn bill(
+        &self,
+        request: &R,
+        bill: &mut Bill,
+        outcomes: &mut Outcomes,
+    ) -> Result<(), Box<Reason>> {
         // Which policy is being asked, to name it if its function panics.
         let mut asking = 0;
-        let write = AssertUnwindSafe(|| self.write_bill(request, bill, &mut asking));
+        let write = AssertUnwindSafe(|| self.write_bill(request, bill, outcomes, &mut asking));
         catch_unwind(write).unwrap_or_else(|_| Err(self.panicked(asking)))
     }
 
@@ -194,6 +199,7 @@ impl<R: ?Sized + 'static> Stack<R> {
         &self,
         request: &R,
         bill: &mut Bill,
+        outcomes: &mut Outcomes,
         asking: &mut usize,
     ) -> Result<(), Box<Reason>> {
         for (space_index, space) in self.spaces.iter().enumerate() {
@@ -206,22 +212,17 @@ impl<R: ?Sized + 'static> Stack<R> {
                 }
                 let found =
                     found.get_or_insert_with(|| space.extractor.find_key(request, &self.secret));
-                let fingerprint = match (found, entry.missing_key) {
-                    (Ok(fingerprint), _) if entry.is_exempt(fingerprint) => continue,
-                    (Ok(fingerprint), _) => *fingerprint,
-                    (Err(_), MissingKey::Skip) => continue,
-                    (Err(_), MissingKey::Share) => self.secret.fingerprint(&Key::missing()),
-                    (Err(error), MissingKey::Reject) => {
-                        let (policy, error) = (entry.name, error.clone());
-                        return Err(Box::new(Reason::NoKey { policy, error }));
-                    }
+                let fingerprint = match found {
+                    Ok(fingerprint) if entry.is_exempt(fingerprint) => continue,
+                    Ok(fingerprint) => *fingerprint,
+                    Err(error) => match self.without_key(entry, error)? {
+                        Some(fingerprint) => fingerprint,
+                        None => continue,
+                    },
                 };
-                let rule = match entry.quota_for.as_ref().and_then(|quota_for| quota_for(request)) {
+                let rule = match &entry.quota_for {
                     None => 0,
-                    Some(quota) => {
-                        bill.rules.push(entry.rule_for(&quota)?);
-                        bill.rules.len()
-                    }
+                    Some(quota_for) => entry.look_up(quota_for, request, &mut bill.rules)?,
                 };
                 let cost = match &entry.cost {
                     Cost::One => 1,
@@ -229,15 +230,35 @@ impl<R: ?Sized + 'static> Stack<R> {
                 };
                 bill.charges.push(Charge {
                     fingerprint,
-                    cost,
                     policy: policy as u32,
                     space: space_index as u32,
-                    rule: rule as u32,
-                    answer: Answer::NONE,
+                    rule,
                 });
+                let quota = match rule {
+                    0 => entry.allotment,
+                    _ => bill.rules[rule as usize - 1].allotment(),
+                };
+                outcomes.push(Outcome::open(entry.name, quota, cost));
             }
         }
         Ok(())
+    }
+
+    /// Who is counted by a policy for a request without a key, if anybody.
+    #[cold]
+    fn without_key(
+        &self,
+        entry: &Entry<R>,
+        error: &KeyError,
+    ) -> Result<Option<Fingerprint>, Box<Reason>> {
+        match entry.missing_key {
+            MissingKey::Skip => Ok(None),
+            MissingKey::Share => Ok(Some(self.secret.fingerprint(&Key::missing()))),
+            MissingKey::Reject => {
+                let (policy, error) = (entry.name, error.clone());
+                Err(Box::new(Reason::NoKey { policy, error }))
+            }
+        }
     }
 
     #[cold]
@@ -248,42 +269,34 @@ impl<R: ?Sized + 'static> Stack<R> {
         })
     }
 
-    /// What the rule of a charge gives out.
+    /// Puts the outcomes of a bill, which is in the order of the spaces, in that of the stack.
     #[inline]
-    pub(crate) fn allotment(&self, rules: &[Rule], charge: &Charge) -> Allotment {
-        charge.rule(rules).map_or(self.entries[charge.policy()].allotment, Rule::allotment)
-    }
-
-    /// What the policies said to a bill, in the order of the stack.
-    #[inline]
-    pub(crate) fn outcomes(&self, bill: &Bill) -> Outcomes {
-        let outcome = |charge: &Charge| {
-            let entry = &self.entries[charge.policy()];
-            Outcome {
-                policy: entry.name,
-                quota: self.allotment(&bill.rules, charge),
-                remaining: charge.answer.remaining,
-                cost: charge.cost,
-                reset_us: charge.answer.reset_us,
-                verdict: charge.answer.verdict,
-            }
-        };
-        let charges = &bill.charges[..];
-        if charges.len() <= INLINE_OUTCOMES && self.spaces.len() == 1 {
-            // Written where the caller wants them, and never moved.
-            let at = |index: usize| charges.get(index).map_or(Outcome::NONE, outcome);
-            return Outcomes::from_buf_and_len([at(0), at(1), at(2)], charges.len());
+    pub(crate) fn sort(&self, outcomes: &mut [Outcome]) {
+        if self.spaces.len() > 1 {
+            outcomes.sort_by_key(|outcome| self.position(outcome.policy));
         }
-        let mut outcomes: Outcomes = charges.iter().map(outcome).collect();
-        // The bill is in the order of the spaces.
-        outcomes.sort_by_key(|outcome| self.position(outcome.policy));
-        outcomes
     }
 }
 
 impl<R: ?Sized> Entry<R> {
     fn is_exempt(&self, fingerprint: &Fingerprint) -> bool {
         !self.exempt.is_empty() && self.exempt.contains(fingerprint)
+    }
+
+    /// Looks the quota up that the policy has for a request, and returns which of the bill's rules
+    /// it makes.
+    #[inline(never)]
+    fn look_up(
+        &self,
+        quota_for: &QuotaFor<R>,
+        request: &R,
+        rules: &mut Vec<Rule>,
+    ) -> Result<u32, Box<Reason>> {
+        let Some(quota) = quota_for(request) else {
+            return Ok(0);
+        };
+        rules.push(self.rule_for(&quota)?);
+        Ok(rules.len() as u32)
     }
 
     /// The rule of a quota that was looked up for a request.

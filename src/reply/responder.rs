@@ -142,7 +142,12 @@ mod tests {
     }
 
     fn admitted(policy: &'static str, quota: Allotment, remaining: u64, reset_us: u64) -> Outcome {
-        Outcome { policy, quota, remaining, cost: 1, reset_us, verdict: Verdict::Admitted }
+        Outcome {
+            remaining,
+            reset_us,
+            verdict: Verdict::Admitted,
+            ..Outcome::open(policy, quota, 1)
+        }
     }
 
     fn waiting(policy: &'static str, quota: Allotment, wait_us: u64) -> Outcome {
@@ -637,16 +642,14 @@ mod tests {
             admitted: bool,
         ) -> Outcome {
             Outcome {
-                policy,
-                quota: Allotment { limit, window_us },
                 remaining,
-                cost,
                 reset_us,
                 verdict: if admitted {
                     Verdict::Admitted
                 } else {
                     Verdict::Wait(reset_us + beyond_us)
                 },
+                ..Outcome::open(policy, Allotment { limit, window_us }, cost)
             }
         }
     }

@@ -6,7 +6,7 @@ pub(crate) mod local;
 
 use crate::{
     algorithm::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow},
-    decision::{Allotment, Verdict},
+    decision::Allotment,
     key::Fingerprint,
     quota::{Quota, QuotaError},
 };
@@ -35,37 +35,22 @@ pub(crate) enum Kind {
     SlidingLog,
 }
 
-/// What one policy is to charge one request, and what the store answered.
+/// Which policy is to charge a request, and to whom.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Charge {
     /// Whom the policy counts.
     pub(crate) fingerprint: Fingerprint,
-    pub(crate) cost: u64,
     /// The index of the policy in its stack.
     pub(crate) policy: u32,
     /// Which of the stack's key spaces the policy counts in.
     pub(crate) space: u32,
     /// The rule to hold the request against, counted from 1 among the bill's own; 0 is the policy's.
     pub(crate) rule: u32,
-    pub(crate) answer: Answer,
-}
-
-/// What a policy says to a charge.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Answer {
-    pub(crate) verdict: Verdict,
-    pub(crate) remaining: u64,
-    pub(crate) reset_us: u64,
-    /// How long the charge has to wait for its turn; 0 is not at all.
-    pub(crate) delay_us: u64,
-    /// Once it is given back: how much sooner those who wait behind it have their turn.
-    pub(crate) length_us: u64,
-    /// Whether the charge was made.
-    pub(crate) charged: bool,
 }
 
 /// All that one request is to be charged. Charges are in ascending order of their spaces, and those
-/// of one space have one fingerprint.
+/// of one space have one fingerprint. Beside it is an outcome for each charge, with its cost, where
+/// the store fills in what it says to that.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Bill {
     pub(crate) charges: SmallVec<[Charge; 3]>,
@@ -73,30 +58,15 @@ pub(crate) struct Bill {
     pub(crate) rules: Vec<Rule>,
 }
 
+/// How much sooner those who wait behind each charge of a bill have their turn once it is given
+/// back, in microseconds.
+pub(crate) type Lengths = SmallVec<[u64; 3]>;
+
 /// Whether a decision takes what it grants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
     Charge,
     Peek,
-}
-
-impl Answer {
-    /// What stands in its place until a store has answered.
-    pub(crate) const NONE: Self = Self {
-        verdict: Verdict::Never,
-        remaining: 0,
-        reset_us: 0,
-        delay_us: 0,
-        length_us: 0,
-        charged: false,
-    };
-}
-
-impl Bill {
-    /// How long the request has to wait for its turn.
-    pub(crate) fn delay_us(&self) -> u64 {
-        self.charges.iter().map(|charge| charge.answer.delay_us).max().unwrap_or(0)
-    }
 }
 
 impl Charge {

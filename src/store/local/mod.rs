@@ -9,9 +9,8 @@ mod shard;
 mod state;
 mod table;
 
-use super::{Bill, Charge, Kind, Mode, Rule};
-use crate::key::Fingerprint;
-use crate::quota::MAX_SPAN_US;
+use super::{Bill, Charge, Kind, Lengths, Mode, Rule};
+use crate::{decision::Outcome, key::Fingerprint, quota::MAX_SPAN_US};
 use parking_lot::{Mutex, MutexGuard};
 use rings::Rings;
 use shard::Shard;
@@ -156,12 +155,17 @@ impl Local {
         Self { spaces, policies: plans.iter().zip(fields).map(entry).collect() }
     }
 
-    /// Decides a bill: charges all of it, or none, and fills in the answers. Returns whether all
+    /// Decides a bill: charges all of it, or none, and fills in the outcomes. Returns whether all
     /// policies have room.
-    pub(crate) fn acquire(&self, bill: &mut Bill, now_us: u64, mode: Mode) -> bool {
-        let Bill { charges, rules } = bill;
-        let case = Case { policies: &self.policies, rules, now_us };
-        let admitted = self.decide(&case, charges, mode == Mode::Charge);
+    pub(crate) fn acquire(
+        &self,
+        bill: &Bill,
+        outcomes: &mut [Outcome],
+        now_us: u64,
+        mode: Mode,
+    ) -> bool {
+        let case = Case { rules: &bill.rules, now_us };
+        let admitted = self.decide(&case, &bill.charges, outcomes, mode == Mode::Charge);
         for space in &self.spaces {
             space.sweep(now_us);
         }
@@ -172,73 +176,150 @@ impl Local {
     /// are made as soon as there is room, so that nearly all are looked at only once, and taken back
     /// if there is none for a later one.
     #[inline(always)]
-    fn decide(&self, case: &Case<'_>, charges: &mut [Charge], charging: bool) -> bool {
-        let Some((charges, rest)) = split_first_space(charges) else {
+    fn decide(
+        &self,
+        case: &Case<'_>,
+        charges: &[Charge],
+        outcomes: &mut [Outcome],
+        charging: bool,
+    ) -> bool {
+        let Some(first) = charges.first() else {
             return true;
         };
-        let mut held = self.hold(&charges[0]);
-        let Some(slot) = held.slot else {
-            return self.decide_new(held, case, charges, rest, charging);
-        };
+        let mut shard = self.hold(first);
         let mut decide = Decide::new(charging);
-        held.shard.step(slot, case, charges, &mut decide);
+        if !self.step(&mut shard, case, charges, outcomes, &mut decide) {
+            return self.decide_new(shard, case, charges, outcomes, charging);
+        }
         let mut admitted = decide.admitted;
-        if !rest.is_empty() {
-            admitted &= self.decide_rest(case, rest, charging && admitted);
+        if !is_one_space(charges) {
+            admitted &= self.decide_rest(case, charges, outcomes, charging && admitted);
         }
         if charging && !admitted {
-            held.shard.take_back(slot, case, charges);
+            self.take_back(&mut shard, case, charges, outcomes);
         }
-        held.shard.limit_logs(held.fingerprint, case.now_us);
+        shard.limit_logs(first.fingerprint, case.now_us);
         admitted
     }
 
+    /// The same for the charges behind those of the first space.
     #[inline(never)]
-    fn decide_rest(&self, case: &Case<'_>, charges: &mut [Charge], charging: bool) -> bool {
-        self.decide(case, charges, charging)
+    fn decide_rest(
+        &self,
+        case: &Case<'_>,
+        charges: &[Charge],
+        outcomes: &mut [Outcome],
+        charging: bool,
+    ) -> bool {
+        let end = first_space(charges).len();
+        self.decide(case, &charges[end..], &mut outcomes[end..], charging)
     }
 
     /// The same for one who has no entry in the first space, and gets none before it is admitted.
     #[cold]
     fn decide_new(
         &self,
-        mut held: Held<'_>,
+        mut shard: MutexGuard<'_, Shard>,
         case: &Case<'_>,
-        charges: &mut [Charge],
-        rest: &mut [Charge],
+        charges: &[Charge],
+        outcomes: &mut [Outcome],
         charging: bool,
     ) -> bool {
+        let of_space = first_space(charges);
+        let state = &mut shard.table.new_state();
         let mut decide = Decide::new(false);
-        case.step(&mut held.shard.table.new_state(), &mut Rings::new(), charges, &mut decide);
+        self.step_each(case, state, &mut Rings::new(), of_space, outcomes, &mut decide);
         let mut admitted = decide.admitted;
-        admitted &= self.decide_rest(case, rest, charging && admitted);
-        if charging && admitted && charges.iter().any(|charge| charge.cost > 0) {
-            let slot = held.shard.insert(held.fingerprint, case.now_us);
-            held.shard.step(slot, case, charges, &mut Decide::new(true));
-            held.shard.limit_logs(held.fingerprint, case.now_us);
+        admitted &= self.decide_rest(case, charges, outcomes, charging && admitted);
+        let costs = outcomes[..of_space.len()].iter().any(|outcome| outcome.cost > 0);
+        if charging && admitted && costs {
+            let fingerprint = charges[0].fingerprint;
+            shard.insert(fingerprint, case.now_us);
+            self.step(&mut shard, case, charges, outcomes, &mut Decide::new(true));
+            shard.limit_logs(fingerprint, case.now_us);
         }
         admitted
     }
 
-    /// Gives back what a bill was charged at `spent_us`.
-    pub(crate) fn refund(&self, bill: &mut Bill, now_us: u64, spent_us: u64) {
-        let case = Case { policies: &self.policies, rules: &bill.rules, now_us };
-        let mut rest = &mut bill.charges[..];
-        while let Some((charges, others)) = split_first_space(rest) {
-            let mut held = self.hold(&charges[0]);
-            if let Some(slot) = held.slot {
-                held.shard.step(slot, &case, charges, &mut Refund { spent_us });
-            }
-            rest = others;
+    #[cold]
+    fn take_back(
+        &self,
+        shard: &mut Shard,
+        case: &Case<'_>,
+        charges: &[Charge],
+        outcomes: &mut [Outcome],
+    ) {
+        self.step(shard, case, charges, outcomes, &mut TakeBack::new());
+    }
+
+    /// Gives back what a bill was charged at `spent_us`, as its outcomes tell.
+    pub(crate) fn refund(
+        &self,
+        bill: &Bill,
+        outcomes: &mut [Outcome],
+        now_us: u64,
+        spent_us: u64,
+    ) -> Lengths {
+        let case = Case { rules: &bill.rules, now_us };
+        let mut refund = Refund { spent_us, lengths_us: Lengths::new() };
+        let mut done = 0;
+        while let Some(first) = bill.charges.get(done) {
+            let (charges, outcomes) = (&bill.charges[done..], &mut outcomes[done..]);
+            self.step(&mut self.hold(first), &case, charges, outcomes, &mut refund);
+            done += first_space(charges).len();
+            // For those who are not known.
+            refund.lengths_us.resize(done, 0);
         }
+        refund.lengths_us
+    }
+
+    /// Takes the same step on each charge of the first space, if the entry is there.
+    #[inline(always)]
+    fn step(
+        &self,
+        shard: &mut Shard,
+        case: &Case<'_>,
+        charges: &[Charge],
+        outcomes: &mut [Outcome],
+        step: &mut impl Step,
+    ) -> bool {
+        let Some(entry) = shard.table.get_mut(charges[0].fingerprint) else {
+            return false;
+        };
+        let charges = first_space(charges);
+        let fresh_at_us = self.step_each(case, entry, &mut shard.rings, charges, outcomes, step);
+        shard.earliest_fresh_us = shard.earliest_fresh_us.min(fresh_at_us);
+        true
+    }
+
+    /// Takes the same step on each charge of one entry. Returns from when on one of its states can
+    /// be forgotten.
+    #[inline(always)]
+    fn step_each(
+        &self,
+        case: &Case<'_>,
+        entry: &mut [u64],
+        rings: &mut Rings,
+        charges: &[Charge],
+        outcomes: &mut [Outcome],
+        step: &mut impl Step,
+    ) -> u64 {
+        let mut earliest_fresh_us = u64::MAX;
+        for (charge, outcome) in charges.iter().zip(outcomes) {
+            let Entry { rule, field } = &self.policies[charge.policy()];
+            let rule = charge.rule(case.rules).unwrap_or(rule);
+            let fresh_at_us = field.step(entry, rule, rings, case.now_us, outcome, step);
+            earliest_fresh_us = earliest_fresh_us.min(fresh_at_us);
+        }
+        earliest_fresh_us
     }
 
     /// Forgets all that is known of those whom a bill is for.
     pub(crate) fn reset(&self, bill: &Bill) {
         for charge in &bill.charges {
-            let mut held = self.hold(charge);
-            if let Some(slot) = held.slot {
-                held.shard.remove(slot);
+            let mut shard = self.hold(charge);
+            if let Ok(slot) = shard.table.find(charge.fingerprint) {
+                shard.remove(slot);
             }
         }
     }
@@ -249,13 +330,11 @@ impl Local {
         shards.map(|shard| shard.0.lock().table.len()).sum()
     }
 
-    /// Locks the shard of a charge and finds the entry. Everybody locks in the order of the spaces,
-    /// and no two shards of one space, so nobody waits for each other in a circle.
+    /// Locks the shard of a charge. Everybody locks in the order of the spaces, and no two shards of
+    /// one space, so nobody waits for each other in a circle.
     #[inline(always)]
-    fn hold(&self, charge: &Charge) -> Held<'_> {
-        let fingerprint = charge.fingerprint;
-        let shard = self.spaces[charge.space()].shard(fingerprint).0.lock();
-        Held { slot: shard.table.find(fingerprint).ok(), shard, fingerprint }
+    fn hold(&self, charge: &Charge) -> MutexGuard<'_, Shard> {
+        self.spaces[charge.space()].shard(charge.fingerprint).0.lock()
     }
 }
 
@@ -265,67 +344,26 @@ impl fmt::Debug for Local {
     }
 }
 
-/// The charges of the first space, and those that follow.
+/// The charges of the first space.
 #[inline(always)]
-fn split_first_space(charges: &mut [Charge]) -> Option<(&mut [Charge], &mut [Charge])> {
-    let (first, last) = (charges.first()?.space, charges.last()?.space);
-    // Nearly all requests are counted in one space.
-    let end = if first == last {
-        charges.len()
-    } else {
-        charges.partition_point(|charge| charge.space == first)
-    };
-    Some(charges.split_at_mut(end))
+fn first_space(charges: &[Charge]) -> &[Charge] {
+    if is_one_space(charges) {
+        return charges;
+    }
+    let end = charges.partition_point(|charge| charge.space == charges[0].space);
+    &charges[..end]
 }
 
-/// A locked shard with the place of one who is counted in it.
-struct Held<'a> {
-    shard: MutexGuard<'a, Shard>,
-    slot: Option<usize>,
-    fingerprint: Fingerprint,
+/// Whether there are no charges of another space than the first. That is so for nearly all requests.
+#[inline(always)]
+fn is_one_space(charges: &[Charge]) -> bool {
+    charges.first().map(Charge::space) == charges.last().map(Charge::space)
 }
 
-/// What a request is to be held against, and when.
+/// What a request is to be held against if not the policies' own rules, and when.
 struct Case<'a> {
-    policies: &'a [Entry],
     rules: &'a [Rule],
     now_us: u64,
-}
-
-impl Case<'_> {
-    /// Takes the same step on each charge of one entry. Returns from when on one of its states can
-    /// be forgotten.
-    #[inline(always)]
-    fn step(
-        &self,
-        entry: &mut [u64],
-        rings: &mut Rings,
-        charges: &mut [Charge],
-        step: &mut impl Step,
-    ) -> u64 {
-        let mut earliest_fresh_us = u64::MAX;
-        for charge in charges {
-            let Entry { rule, field } = &self.policies[charge.policy()];
-            let rule = charge.rule(self.rules).unwrap_or(rule);
-            if let Some(fresh_at_us) = field.step(entry, rule, rings, self.now_us, charge, step) {
-                earliest_fresh_us = earliest_fresh_us.min(fresh_at_us);
-            }
-        }
-        earliest_fresh_us
-    }
-}
-
-impl Shard {
-    #[cold]
-    fn take_back(&mut self, slot: usize, case: &Case<'_>, charges: &mut [Charge]) {
-        self.step(slot, case, charges, &mut TakeBack);
-    }
-
-    #[inline(always)]
-    fn step(&mut self, slot: usize, case: &Case<'_>, charges: &mut [Charge], step: &mut impl Step) {
-        let fresh_at_us = case.step(self.table.state_mut(slot), &mut self.rings, charges, step);
-        self.earliest_fresh_us = self.earliest_fresh_us.min(fresh_at_us);
-    }
 }
 
 impl Space {
@@ -362,11 +400,10 @@ impl Space {
     #[inline]
     fn sweep(&self, now_us: u64) {
         let last_us = self.last_sweep_us.load(Relaxed);
-        let due = now_us.saturating_sub(last_us) >= self.sweep_interval_us;
         // Of two requests at one moment the later may have read the earlier time: that is no clock
-        // that stepped back.
-        let stepped_back = last_us.saturating_sub(now_us) >= SWEEP_ROUND_US;
-        if due || stepped_back {
+        // that stepped back. One that stepped back by a round or more makes this wrap.
+        let since_us = (now_us + SWEEP_ROUND_US - 1).wrapping_sub(last_us);
+        if since_us >= self.sweep_interval_us + SWEEP_ROUND_US - 1 {
             self.sweep_since(last_us, now_us);
         }
     }

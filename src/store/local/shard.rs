@@ -47,12 +47,12 @@ impl Shard {
     }
 
     /// Adds an entry that is not there yet, and forgets another one if there are too many.
-    pub(super) fn insert(&mut self, fingerprint: Fingerprint, now_us: u64) -> usize {
+    pub(super) fn insert(&mut self, fingerprint: Fingerprint, now_us: u64) {
         self.inserted_since_sweep += 1;
         while self.table.len() >= self.bounds.keys {
             self.make_room(fingerprint, now_us);
         }
-        self.table.insert(fingerprint)
+        self.table.insert(fingerprint);
     }
 
     /// Forgets others until the sliding logs take no more memory than they may.

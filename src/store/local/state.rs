@@ -8,8 +8,8 @@
 use super::rings::{RingId, Rings};
 use crate::{
     algorithm::{Algorithm, FixedWindow, Meter, Pace, SlidingLog, SlidingWindow, Spent},
-    decision::Verdict,
-    store::{Answer, Charge, Kind, Rule},
+    decision::{Outcome, Verdict},
+    store::{Kind, Lengths, Rule},
 };
 use std::ops::Range;
 
@@ -47,7 +47,8 @@ impl Field {
     }
 
     /// Brings the state of an entry to the present and takes a step on it, whatever the algorithm.
-    /// If the state has to be kept, it is put back; then this returns from when on it can be forgotten.
+    /// If the state has to be kept, it is put back. Returns from when on what was put back can be
+    /// forgotten.
     #[inline(always)]
     pub(super) fn step(
         &self,
@@ -55,17 +56,14 @@ impl Field {
         rule: &Rule,
         rings: &mut Rings,
         now_us: u64,
-        charge: &mut Charge,
+        outcome: &mut Outcome,
         step: &mut impl Step,
-    ) -> Option<u64> {
+    ) -> u64 {
         let words = &mut entry[self.words.clone()];
-        let keep = match rule {
-            Rule::Meter(meter) => step_on_words(meter, words, now_us, charge, step),
-            Rule::FixedWindow(window) => step_on_words(window, words, now_us, charge, step),
-            Rule::SlidingWindow(window) => step_on_words(window, words, now_us, charge, step),
-            Rule::SlidingLog(log) => step_on_ring(log, words, rings, now_us, charge, step),
-        };
-        keep.then(|| words[0])
+        if let Rule::Meter(meter) = rule {
+            return step_on_words(meter, words, now_us, outcome, step);
+        }
+        step_apart(rule, words, rings, now_us, outcome, step)
     }
 }
 
@@ -77,7 +75,7 @@ pub(super) trait Step {
         algorithm: &A,
         state: &mut A::State,
         now_us: u64,
-        charge: &mut Charge,
+        outcome: &mut Outcome,
     ) -> bool;
 }
 
@@ -88,18 +86,28 @@ pub(super) struct Decide {
     pub(super) admitted: bool,
 }
 
-/// Takes back the charges that were just made, and answers anew without them.
-pub(super) struct TakeBack;
+/// Takes back the charges that were just made, and answers anew without them. Those are all before
+/// the first for which there was no room.
+pub(super) struct TakeBack {
+    charged: bool,
+}
 
 /// Gives back what was charged some time ago.
 pub(super) struct Refund {
     pub(super) spent_us: u64,
+    pub(super) lengths_us: Lengths,
 }
 
 impl Decide {
     /// Makes charges only if it is `charging`.
     pub(super) const fn new(charging: bool) -> Self {
         Self { charging, admitted: true }
+    }
+}
+
+impl TakeBack {
+    pub(super) const fn new() -> Self {
+        Self { charged: true }
     }
 }
 
@@ -110,25 +118,27 @@ impl Step for Decide {
         algorithm: &A,
         state: &mut A::State,
         now_us: u64,
-        charge: &mut Charge,
+        outcome: &mut Outcome,
     ) -> bool {
+        let cost = outcome.cost;
         let mut remaining = algorithm.remaining(state, now_us);
-        let fits = charge.cost <= remaining;
-        let verdict = if fits {
+        let fits = cost <= remaining;
+        outcome.verdict = if fits {
             Verdict::Admitted
         } else {
-            algorithm.wait(state, now_us, charge.cost).map_or(Verdict::Never, Verdict::Wait)
+            algorithm.wait(state, now_us, cost).map_or(Verdict::Never, Verdict::Wait)
         };
         self.admitted &= fits;
-        let charged = self.charging && self.admitted && charge.cost > 0;
-        let waits = fits && charge.cost > 0;
-        let delay_us = if waits { algorithm.delay(state, now_us, charge.cost) } else { 0 };
-        if charged {
-            algorithm.charge(state, now_us, charge.cost);
-            remaining -= charge.cost;
+        if fits && cost > 0 {
+            outcome.delay_us = algorithm.delay(state, now_us, cost);
         }
-        let reset_us = algorithm.reset(state, now_us, remaining);
-        charge.answer = Answer { verdict, remaining, reset_us, delay_us, length_us: 0, charged };
+        let charged = self.charging && self.admitted && cost > 0;
+        if charged {
+            algorithm.charge(state, now_us, cost);
+            remaining -= cost;
+        }
+        outcome.remaining = remaining;
+        outcome.reset_us = algorithm.reset(state, now_us, remaining);
         charged
     }
 }
@@ -140,15 +150,15 @@ impl Step for TakeBack {
         algorithm: &A,
         state: &mut A::State,
         now_us: u64,
-        charge: &mut Charge,
+        outcome: &mut Outcome,
     ) -> bool {
-        let answer = &mut charge.answer;
-        let charged = std::mem::take(&mut answer.charged);
+        self.charged &= outcome.verdict == Verdict::Admitted;
+        let charged = self.charged && outcome.cost > 0;
         if charged {
-            algorithm.take_back(state, now_us, charge.cost);
-            answer.remaining += charge.cost;
-            answer.reset_us = algorithm.reset(state, now_us, answer.remaining);
-            answer.delay_us = 0;
+            algorithm.take_back(state, now_us, outcome.cost);
+            outcome.remaining += outcome.cost;
+            outcome.reset_us = algorithm.reset(state, now_us, outcome.remaining);
+            outcome.delay_us = 0;
         }
         charged
     }
@@ -160,14 +170,35 @@ impl Step for Refund {
         algorithm: &A,
         state: &mut A::State,
         now_us: u64,
-        charge: &mut Charge,
+        outcome: &mut Outcome,
     ) -> bool {
-        let Answer { remaining, reset_us, .. } = charge.answer;
-        let spent = Spent { time_us: self.spent_us, cost: charge.cost, remaining, reset_us };
-        charge.answer.length_us = algorithm.refund(state, now_us, &spent);
+        let Outcome { cost, remaining, reset_us, .. } = *outcome;
+        let spent = Spent { time_us: self.spent_us, cost, remaining, reset_us };
+        self.lengths_us.push(algorithm.refund(state, now_us, &spent));
         true
     }
 }
+
+/// The algorithms that are not worth being part of every decision's code.
+#[inline(never)]
+fn step_apart(
+    rule: &Rule,
+    words: &mut [u64],
+    rings: &mut Rings,
+    now_us: u64,
+    outcome: &mut Outcome,
+    step: &mut impl Step,
+) -> u64 {
+    match rule {
+        Rule::Meter(meter) => step_on_words(meter, words, now_us, outcome, step),
+        Rule::FixedWindow(window) => step_on_words(window, words, now_us, outcome, step),
+        Rule::SlidingWindow(window) => step_on_words(window, words, now_us, outcome, step),
+        Rule::SlidingLog(log) => step_on_ring(log, words, rings, now_us, outcome, step),
+    }
+}
+
+/// In place of an instant, where a state did not change.
+const NOT_KEPT: u64 = u64::MAX;
 
 /// An algorithm whose state is so small that it stands in the words of an entry.
 trait InWords: Algorithm {
@@ -178,22 +209,23 @@ trait InWords: Algorithm {
     fn write(&self, state: &Self::State, words: &mut [u64], now_us: u64);
 }
 
-/// Returns whether the state has to be kept, and was.
-#[inline(never)]
+/// Returns from when on the state can be forgotten, if it had to be put back.
+#[inline(always)]
 fn step_on_words<A: InWords>(
     algorithm: &A,
     words: &mut [u64],
     now_us: u64,
-    charge: &mut Charge,
+    outcome: &mut Outcome,
     step: &mut impl Step,
-) -> bool {
+) -> u64 {
     let (mut state, taken_over) = algorithm.read(words, now_us);
     let moved = algorithm.settle(&mut state, now_us);
-    let keep = step.take(algorithm, &mut state, now_us, charge) | taken_over | moved;
-    if keep {
-        algorithm.write(&state, words, now_us);
+    let keep = step.take(algorithm, &mut state, now_us, outcome) | taken_over | moved;
+    if !keep {
+        return NOT_KEPT;
     }
-    keep
+    algorithm.write(&state, words, now_us);
+    words[0]
 }
 
 /// The same for a log, whose ring is found by the second word.
@@ -203,26 +235,27 @@ fn step_on_ring(
     words: &mut [u64],
     rings: &mut Rings,
     now_us: u64,
-    charge: &mut Charge,
+    outcome: &mut Outcome,
     step: &mut impl Step,
-) -> bool {
+) -> u64 {
     let mut id = RingId::from_word(words[1]);
     let keep = rings.update(&mut id, |ring| {
         let moved = log.settle(ring, now_us);
-        let keep = step.take(log, ring, now_us, charge) | moved;
+        let keep = step.take(log, ring, now_us, outcome) | moved;
         if keep {
             words[0] = log.fresh_at(ring);
         }
         keep
     });
     words[1] = id.to_word();
-    keep
+    if keep { words[0] } else { NOT_KEPT }
 }
 
 impl InWords for Meter {
     #[inline(always)]
     fn read(&self, words: &[u64], now_us: u64) -> (Self::State, bool) {
         match *words {
+            [empty_at_us, spare] => (self.pace().state(empty_at_us, spare), false),
             [empty_at_us, spare, tick_us, drops_per_tick, drops_per_unit, counted_us]
                 if tick_us > 0 =>
             {
@@ -231,7 +264,7 @@ impl InWords for Meter {
                 let changed = self.take_over(&mut state, pace, counted_us, now_us);
                 (state, changed)
             }
-            _ => (self.pace().state(words[0], words[1]), false),
+            _ => (Self::State::default(), false),
         }
     }
 

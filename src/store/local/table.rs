@@ -44,7 +44,6 @@ impl Table {
     }
 
     /// The slot of an entry, or the one where it would have to be.
-    #[inline]
     pub(super) fn find(&self, wanted: Fingerprint) -> Result<usize, usize> {
         let mut slot = home(wanted, self.homes);
         // The last slot is always empty; only a table without any has no slot to end the search.
@@ -61,6 +60,24 @@ impl Table {
         Err(slot)
     }
 
+    /// The state of an entry.
+    #[inline]
+    pub(super) fn get_mut(&mut self, wanted: Fingerprint) -> Option<&mut [u64]> {
+        let mut rest = self.words.get_mut(home(wanted, self.homes) * self.width..)?;
+        loop {
+            let (entry, others) = rest.split_at_mut_checked(self.width)?;
+            let (of, state) = entry.split_first_chunk_mut()?;
+            let found = fingerprint(of);
+            if found == wanted {
+                return Some(state);
+            }
+            if found == Fingerprint::NOBODY || found > wanted {
+                return None;
+            }
+            rest = others;
+        }
+    }
+
     /// The state of one who has no entry yet.
     #[cold]
     pub(super) fn new_state(&self) -> SmallVec<[u64; 8]> {
@@ -73,26 +90,20 @@ impl Table {
         &self.words[start + FINGERPRINT..start + self.width]
     }
 
-    pub(super) fn state_mut(&mut self, slot: usize) -> &mut [u64] {
-        let start = slot * self.width;
-        &mut self.words[start + FINGERPRINT..start + self.width]
-    }
-
     /// Whose entry is in `slot`.
     pub(super) fn fingerprint(&self, slot: usize) -> Option<Fingerprint> {
         let found = fingerprint(self.words[slot * self.width..].first_chunk()?);
         (found != Fingerprint::NOBODY).then_some(found)
     }
 
-    /// Adds an entry that is not there yet, with a state of zeros, and returns its slot.
-    pub(super) fn insert(&mut self, fingerprint: Fingerprint) -> usize {
+    /// Adds an entry that is not there yet, with a state of zeros.
+    pub(super) fn insert(&mut self, fingerprint: Fingerprint) {
         if (self.len + 1) * MAX_LOAD.1 > self.homes * MAX_LOAD.0 {
             self.resize(self.homes + self.homes / 4 + 8);
         }
         loop {
-            let slot = match self.find(fingerprint) {
-                Ok(slot) => return slot,
-                Err(slot) => slot,
+            let Err(slot) = self.find(fingerprint) else {
+                return;
             };
             let mut empty = slot;
             while self.fingerprint(empty).is_some() {
@@ -106,7 +117,7 @@ impl Table {
                 self.words[from] = fingerprint.upper;
                 self.words[from + 1] = fingerprint.lower;
                 self.len += 1;
-                return slot;
+                return;
             }
             self.resize(self.homes + self.homes / 4 + 8);
         }
@@ -234,11 +245,11 @@ mod tests {
             for op in ops {
                 match op {
                     Op::Insert(fingerprint, state) => {
-                        let slot = match table.find(fingerprint) {
-                            Ok(slot) => slot,
-                            Err(_) => table.insert(fingerprint),
-                        };
-                        table.state_mut(slot)[0] = state;
+                        if table.find(fingerprint).is_err() {
+                            prop_assert!(table.get_mut(fingerprint).is_none());
+                            table.insert(fingerprint);
+                        }
+                        table.get_mut(fingerprint).unwrap()[0] = state;
                         model.insert(fingerprint, state);
                     }
                     Op::Remove(fingerprint) => {
