@@ -42,6 +42,11 @@ pub enum Reason {
         /// What went wrong. It is not shown to clients.
         message: String,
     },
+    /// The store that counts could not be asked, and the policy is one that lets nothing pass then.
+    Unavailable {
+        /// The policy.
+        policy: &'static str,
+    },
 }
 
 /// What one policy said. Policies that did not apply to the request have no outcome.
@@ -118,7 +123,9 @@ impl Decision {
 
 impl Rejection {
     /// The rejection of a request for which not all policies had room.
-    pub(crate) fn of_limits(outcomes: Outcomes, time_us: u64) -> Self {
+    pub(crate) fn of_limits(mut outcomes: Outcomes, time_us: u64) -> Self {
+        // Nobody has a turn to wait for.
+        outcomes.iter_mut().for_each(|outcome| outcome.delay_us = 0);
         let fits = outcomes.iter().all(|outcome| outcome.verdict != Verdict::Never);
         let reason = if fits { Reason::Limited } else { Reason::TooCostly };
         Self { reason, time_us, outcomes }
@@ -140,7 +147,9 @@ impl Rejection {
     /// The names of all policies that rejected the request, in the order of the stack.
     pub fn policies(&self) -> impl Iterator<Item = &'static str> {
         let alone = match self.reason {
-            Reason::NoKey { policy, .. } | Reason::Faulty { policy, .. } => Some(policy),
+            Reason::NoKey { policy, .. }
+            | Reason::Faulty { policy, .. }
+            | Reason::Unavailable { policy } => Some(policy),
             Reason::Limited | Reason::TooCostly => None,
         };
         let rejecting = self.outcomes.iter().filter(|outcome| !outcome.is_admitted());
@@ -153,12 +162,13 @@ impl Rejection {
     pub fn tightest(&self) -> Option<&Outcome> {
         match self.reason {
             Reason::Limited | Reason::TooCostly => tightest(&self.outcomes),
-            Reason::NoKey { .. } | Reason::Faulty { .. } => None,
+            Reason::NoKey { .. } | Reason::Faulty { .. } | Reason::Unavailable { .. } => None,
         }
     }
 
     /// After how long the request would be admitted if nobody else spends anything meanwhile: the
-    /// longest wait of all rejecting policies, to the microsecond. `None` if no wait would do.
+    /// longest wait of all rejecting policies, to the microsecond. `None` if no wait would do. A second
+    /// if the store could not be asked.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         self.retry_after_us().map(Duration::from_micros)
@@ -173,6 +183,8 @@ impl Rejection {
     pub(crate) fn retry_after_us(&self) -> Option<u64> {
         match self.reason {
             Reason::Limited => self.outcomes.iter().filter_map(Outcome::wait_us).max(),
+            // Nobody knows; soon enough to be of use, and late enough not to be a burden.
+            Reason::Unavailable { .. } => Some(1_000_000),
             Reason::TooCostly | Reason::NoKey { .. } | Reason::Faulty { .. } => None,
         }
     }
@@ -201,6 +213,9 @@ impl fmt::Display for Rejection {
             }
             Reason::NoKey { policy, error } => write!(f, "no key for policy `{policy}`: {error}"),
             Reason::Faulty { policy, message } => write!(f, "policy `{policy}`: {message}"),
+            Reason::Unavailable { policy } => {
+                write!(f, "policy `{policy}` could not be asked, and lets nothing pass then")
+            }
         }
     }
 }
@@ -209,7 +224,10 @@ impl error::Error for Rejection {
     fn source(&self) -> Option<&(dyn error::Error + 'static)> {
         match &self.reason {
             Reason::NoKey { error, .. } => Some(error),
-            Reason::Limited | Reason::TooCostly | Reason::Faulty { .. } => None,
+            Reason::Limited
+            | Reason::TooCostly
+            | Reason::Faulty { .. }
+            | Reason::Unavailable { .. } => None,
         }
     }
 }

@@ -1,19 +1,22 @@
-//! The futures of limited services: waiting for their turn, running, or rejected.
+//! The futures of limited services: deciding, waiting for their turn, running, or rejected.
 
+#[cfg(feature = "redis")]
+use crate::limiter::Deciding;
 use crate::{
     body::ResponseBody,
-    decision::Rejection,
+    decision::{Decision, Rejection},
     protocol::{CallError, HttpLimits},
     reply::Annotation,
     turn::Turn,
 };
 use bytes::Bytes;
-use http::{Request, Response};
+use http::{Extensions, Request, Response};
 use http_body::Body;
 use pin_project_lite::pin_project;
 use std::{
     fmt,
     future::Future,
+    mem,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
@@ -21,7 +24,14 @@ use std::{
 use tower_service::Service;
 
 /// What the response to an admitted request has to tell, and who knows how.
-type Annotate = (Annotation, Arc<HttpLimits>);
+#[derive(Default)]
+pub(crate) enum Note {
+    #[default]
+    Nothing,
+    Decided(Annotation, Arc<HttpLimits>),
+    #[cfg(feature = "redis")]
+    Undecided(Arc<HttpLimits>),
+}
 
 pin_project! {
     /// The response future of a limited HTTP service.
@@ -31,7 +41,7 @@ pin_project! {
     {
         #[pin]
         state: State<S, Request<B>, Response<Bytes>>,
-        annotate: Option<Annotate>,
+        note: Note,
     }
 }
 
@@ -52,19 +62,26 @@ pin_project! {
     where
         S: Service<Req>,
     {
-        // Few requests ever wait, so the many that don't should not carry the room for it.
+        // Few requests ever wait, so the many that don't should not carry the room for it. Those whose
+        // state is elsewhere wait for their decision, too.
         Waiting { waiting: Option<Box<Waiting<S, Req>>> },
         Running { #[pin] future: S::Future },
         Rejected { answer: Option<Answer> },
     }
 }
 
-/// A request that waits for its turn, with the service that is ready for it.
+/// A request that waits for its decision or its turn, with the service that is ready for it.
 struct Waiting<S, Req> {
-    turn: Box<Turn>,
+    #[cfg(feature = "redis")]
+    deciding: Option<Deciding>,
+    turn: Option<Box<Turn>>,
     service: S,
     request: Req,
 }
+
+/// A decision that was waited for, and its request.
+#[cfg(feature = "redis")]
+type Decided<'a, Req> = Result<(Decision, &'a mut Req), (Rejection, Req)>;
 
 /// What a state comes to.
 enum Outcome<T, Answer> {
@@ -72,12 +89,60 @@ enum Outcome<T, Answer> {
     Rejected(Answer),
 }
 
+impl Note {
+    /// What to tell of a decision to let a request go on, whose extensions take it.
+    pub(crate) fn of(
+        limits: &Arc<HttpLimits>,
+        decision: Decision,
+        extensions: &mut Extensions,
+    ) -> Self {
+        match limits.admit(decision, extensions) {
+            Some(annotation) => Self::Decided(annotation, limits.clone()),
+            None => Self::Nothing,
+        }
+    }
+}
+
 impl<S, Req, Answer> State<S, Req, Answer>
 where
     S: Service<Req>,
 {
     fn waiting(turn: Box<Turn>, service: S, request: Req) -> Self {
-        Self::Waiting { waiting: Some(Box::new(Waiting { turn, service, request })) }
+        let waiting = Waiting {
+            #[cfg(feature = "redis")]
+            deciding: None,
+            turn: Some(turn),
+            service,
+            request,
+        };
+        Self::Waiting { waiting: Some(Box::new(waiting)) }
+    }
+
+    #[cfg(feature = "redis")]
+    fn deciding(deciding: Deciding, service: S, request: Req) -> Self {
+        let waiting = Waiting { deciding: Some(deciding), turn: None, service, request };
+        Self::Waiting { waiting: Some(Box::new(waiting)) }
+    }
+
+    /// Waits for the decision, if there is one to wait for. The request goes along, for those who have
+    /// to tell it.
+    #[cfg(feature = "redis")]
+    fn poll_decision(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Decided<'_, Req>>> {
+        let StateProj::Waiting { waiting } = self.project() else {
+            return Poll::Ready(None);
+        };
+        let Some(deciding) = waiting.as_mut().and_then(|held| held.deciding.as_mut()) else {
+            return Poll::Ready(None);
+        };
+        let admitted = ready!(deciding.as_mut().poll(cx));
+        Poll::Ready(match admitted {
+            Ok((decision, turn)) => waiting.as_mut().map(|held| {
+                (held.deciding, held.turn) = (None, turn);
+                Ok((decision, &mut held.request))
+            }),
+            // The service goes at once: what readiness reserved is for others now.
+            Err(rejection) => waiting.take().map(|held| Err((rejection, held.request))),
+        })
     }
 
     fn poll(
@@ -88,7 +153,9 @@ where
             let future = match self.as_mut().project() {
                 StateProj::Waiting { waiting } => {
                     let held = waiting.as_mut().expect(POLLED_AGAIN);
-                    ready!(Pin::new(&mut held.turn).poll(cx));
+                    if let Some(turn) = &mut held.turn {
+                        ready!(Pin::new(turn).poll(cx));
+                    }
                     let Waiting { mut service, request, .. } = *waiting.take().expect(POLLED_AGAIN);
                     service.call(request)
                 }
@@ -110,21 +177,28 @@ impl<S, B> ResponseFuture<S, B>
 where
     S: Service<Request<B>>,
 {
-    pub(crate) const fn running(future: S::Future, annotate: Option<Annotate>) -> Self {
-        Self { state: State::Running { future }, annotate }
+    pub(crate) const fn running(future: S::Future, note: Note) -> Self {
+        Self { state: State::Running { future }, note }
     }
 
     pub(crate) const fn rejected(response: Response<Bytes>) -> Self {
-        Self { state: State::Rejected { answer: Some(response) }, annotate: None }
+        let state = State::Rejected { answer: Some(response) };
+        Self { state, note: Note::Nothing }
     }
 
-    pub(crate) fn waiting(
-        turn: Box<Turn>,
+    pub(crate) fn waiting(turn: Box<Turn>, service: S, request: Request<B>, note: Note) -> Self {
+        Self { state: State::waiting(turn, service, request), note }
+    }
+
+    #[cfg(feature = "redis")]
+    pub(crate) fn deciding(
+        deciding: Deciding,
         service: S,
         request: Request<B>,
-        annotate: Option<Annotate>,
+        limits: Arc<HttpLimits>,
     ) -> Self {
-        Self { state: State::waiting(turn, service, request), annotate }
+        let state = State::deciding(deciding, service, request);
+        Self { state, note: Note::Undecided(limits) }
     }
 }
 
@@ -136,12 +210,32 @@ where
     type Output = Result<Response<ResponseBody<C>>, S::Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let this = self.project();
+        #[cfg_attr(not(feature = "redis"), expect(unused_mut, reason = "polled once"))]
+        let mut this = self.project();
+        #[cfg(feature = "redis")]
+        match ready!(this.state.as_mut().poll_decision(cx)) {
+            None => {}
+            Some(decided) => {
+                let Note::Undecided(limits) = mem::take(this.note) else {
+                    unreachable!("undecided")
+                };
+                match decided {
+                    Ok((decision, request)) => {
+                        *this.note = Note::of(&limits, decision, request.extensions_mut());
+                    }
+                    Err((rejection, request)) => {
+                        let (parts, _) = request.into_parts();
+                        let response = limits.reject(rejection, &parts);
+                        return Poll::Ready(Ok(response.map(ResponseBody::reply)));
+                    }
+                }
+            }
+        }
         let mut response = match ready!(this.state.poll(cx)) {
             Outcome::Ran(response) => response?.map(ResponseBody::inner),
             Outcome::Rejected(response) => response.map(ResponseBody::reply),
         };
-        if let Some((annotation, limits)) = this.annotate.take() {
+        if let Note::Decided(annotation, limits) = mem::take(this.note) {
             let status = response.status();
             limits.responder.annotate(annotation, status, response.headers_mut());
         }
@@ -164,6 +258,11 @@ where
     pub(crate) fn waiting(turn: Box<Turn>, service: S, request: Req) -> Self {
         Self { state: State::waiting(turn, service, request) }
     }
+
+    #[cfg(feature = "redis")]
+    pub(crate) fn deciding(deciding: Deciding, service: S, request: Req) -> Self {
+        Self { state: State::deciding(deciding, service, request) }
+    }
 }
 
 impl<S, Req> Future for CallFuture<S, Req>
@@ -173,7 +272,13 @@ where
     type Output = Result<S::Response, CallError<S::Error>>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        Poll::Ready(match ready!(self.project().state.poll(cx)) {
+        #[cfg_attr(not(feature = "redis"), expect(unused_mut, reason = "polled once"))]
+        let mut state = self.project().state;
+        #[cfg(feature = "redis")]
+        if let Some(Err((rejection, _))) = ready!(state.as_mut().poll_decision(cx)) {
+            return Poll::Ready(Err(CallError::Rejected(Box::new(rejection))));
+        }
+        Poll::Ready(match ready!(state.poll(cx)) {
             Outcome::Ran(result) => result.map_err(CallError::Inner),
             Outcome::Rejected(rejection) => Err(CallError::Rejected(Box::new(rejection))),
         })

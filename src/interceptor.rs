@@ -17,6 +17,9 @@ pub struct RateLimitInterceptor {
 
 impl RateLimitInterceptor {
     pub(crate) fn new(limits: Arc<HttpLimits>) -> Result<Self, BuildError> {
+        if limits.limiter.is_asynchronous() {
+            return Err(BuildError::CannotAsk);
+        }
         match limits.limiter.stack().shaper() {
             Some(policy) => Err(BuildError::CannotWait { policy: policy.to_owned() }),
             None => Ok(Self { limits }),

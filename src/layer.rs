@@ -1,7 +1,7 @@
 //! The layer: a limiter and how it answers, shared by every service made from it.
 
 use crate::{
-    Clock, LocalStore,
+    Clock, Store,
     decision::Rejection,
     key::KeyExtractor,
     limiter::{Limiter, LimiterBuilder},
@@ -182,9 +182,12 @@ impl RateLimitLayerBuilder {
         self
     }
 
-    /// Where state is kept. Default: [`LocalStore::new`].
+    /// Where state is kept. Default: [`LocalStore::new`](crate::LocalStore::new).
+    ///
+    /// A layer whose state is in Redis keeps some in this process too, while Redis is out of reach; to
+    /// bound that, give it a [`LocalStore`](crate::LocalStore) as well.
     #[must_use]
-    pub fn store(mut self, store: LocalStore) -> Self {
+    pub fn store(mut self, store: impl Into<Store>) -> Self {
         self.limiter = self.limiter.store(store);
         self
     }

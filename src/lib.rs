@@ -99,7 +99,11 @@ mod limiter;
 mod policy;
 mod protocol;
 mod quota;
+#[cfg(feature = "redis")]
+mod remote;
 pub mod reply;
+#[cfg(feature = "redis")]
+mod resilience;
 mod service;
 mod store;
 mod turn;
@@ -116,8 +120,14 @@ pub use future::{CallFuture, ResponseFuture};
 pub use interceptor::RateLimitInterceptor;
 pub use layer::{RateLimitLayer, RateLimitLayerBuilder};
 pub use limiter::{Limiter, LimiterBuilder};
+#[cfg(feature = "redis")]
+#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+pub use policy::FailureMode;
 pub use policy::{Policy, stack::BuildError};
 pub use protocol::{CallError, Calls, Http, Protocol};
 pub use quota::{Period, Quota, QuotaError};
 pub use service::RateLimit;
-pub use store::LocalStore;
+#[cfg(feature = "redis")]
+#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+pub use store::redis;
+pub use store::{LocalStore, Store};

@@ -2,17 +2,25 @@
 
 use crate::{
     clock::Clock,
-    decision::{Decision, Outcome, Outcomes, Rejection},
-    key::{FindKey, KeyExtractor},
+    decision::{Decision, Outcome, Outcomes, Reason, Rejection},
+    key::{FindKey, KeyExtractor, Secret},
     policy::{
         Policy,
         stack::{BuildError, Stack},
     },
-    store::{Bill, LocalStore, Mode, local::Local},
-    turn::{Lines, Turn},
+    store::{Bill, LocalStore, Mode, Store, local::Local},
+    turn::{Lines, Refund, Turn},
+};
+#[cfg(feature = "redis")]
+use crate::{
+    remote::Remote,
+    store::{Lengths, redis::RedisStore},
+    turn::Place,
 };
 use http::request::Parts;
-use std::{fmt, mem, sync::Arc};
+use std::{fmt, future::Future, mem, pin::Pin, sync::Arc};
+#[cfg(feature = "redis")]
+use tokio::runtime::Handle;
 
 /// A stack of policies with its state, for any kind of request and without any service around it.
 ///
@@ -42,7 +50,10 @@ pub struct Limiter<R: ?Sized = Parts> {
 
 struct Shared<R: ?Sized> {
     stack: Stack<R>,
+    /// The state, or what stands in for it while it is elsewhere and out of reach.
     store: Local,
+    #[cfg(feature = "redis")]
+    remote: Option<Remote>,
     clock: Clock,
     /// The requests that wait for their turn; `None` if no policy holds requests back.
     lines: Option<Lines>,
@@ -53,8 +64,16 @@ pub struct LimiterBuilder<R: ?Sized = Parts> {
     policies: Vec<Policy<R>>,
     key: Option<Arc<dyn FindKey<R>>>,
     store: LocalStore,
+    #[cfg(feature = "redis")]
+    remote: Option<RedisStore>,
     clock: Clock,
 }
+
+/// The decision to let a request go on, and its wait for its turn, if it has to.
+pub(crate) type Admitted = (Decision, Option<Box<Turn>>);
+
+/// A decision that a store elsewhere is asked for.
+pub(crate) type Deciding = Pin<Box<dyn Future<Output = Result<Admitted, Rejection>> + Send>>;
 
 impl<R: ?Sized + 'static> Limiter<R> {
     /// Starts a new limiter.
@@ -64,6 +83,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
             policies: Vec::new(),
             key: None,
             store: LocalStore::new(),
+            #[cfg(feature = "redis")]
+            remote: None,
             clock: Clock::system(),
         }
     }
@@ -75,8 +96,10 @@ impl<R: ?Sized + 'static> Limiter<R> {
     ///
     /// # Errors
     ///
-    /// [`Rejection`] if the request may not go on; it was charged nothing then.
+    /// [`Rejection`] if the request may not go on; it was charged nothing then. So it is if the state is
+    /// in Redis, for whose answer only [`check_async`](Self::check_async) and `ready` can wait.
     pub fn check(&self, request: &R) -> Result<Decision, Rejection> {
+        self.needs_no_answer()?;
         self.decide(request, Mode::Charge)
     }
 
@@ -90,7 +113,11 @@ impl<R: ?Sized + 'static> Limiter<R> {
     ///
     /// [`Rejection`] if the request may not go on; it was charged nothing then.
     pub async fn ready(&self, request: &R) -> Result<Decision, Rejection> {
-        let (decision, turn) = self.admit(request)?;
+        let admitted = self.ask(request, Mode::Charge, true);
+        let (decision, turn) = match admitted {
+            Some(deciding) => deciding.await?,
+            None => self.admit(request)?,
+        };
         if let Some(turn) = turn {
             turn.await;
         }
@@ -105,6 +132,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
     ///
     /// [`Rejection`] if the request could not go on.
     pub fn peek(&self, request: &R) -> Result<Decision, Rejection> {
+        self.needs_no_answer()?;
         self.decide(request, Mode::Peek)
     }
 
@@ -119,6 +147,19 @@ impl<R: ?Sized + 'static> Limiter<R> {
     ///
     /// [`Rejection`] if the key of the request can no longer be found, or a policy's function fails.
     pub fn refund(&self, request: &R, decision: &Decision) -> Result<(), Rejection> {
+        self.needs_no_answer()?;
+        let (bill, mut outcomes) = self.bill_of(request, decision)?;
+        let Shared { store, clock, lines, .. } = &*self.shared;
+        let mut refund = || store.refund(&bill, &mut outcomes, clock.now_us(), decision.time_us);
+        match lines {
+            None => drop(refund()),
+            Some(lines) => lines.give_back(&bill, decision.time_us + decision.delay_us, refund),
+        }
+        Ok(())
+    }
+
+    /// What `request` was charged by `decision`.
+    fn bill_of(&self, request: &R, decision: &Decision) -> Result<(Bill, Outcomes), Rejection> {
         let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
         self.write_bill(request, &mut bill, &mut outcomes)?;
         for outcome in &mut outcomes {
@@ -131,13 +172,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
                 outcome.reset_us = if same_quota { charged.reset_us } else { 0 };
             }
         }
-        let Shared { store, clock, lines, .. } = &*self.shared;
-        let mut refund = || store.refund(&bill, &mut outcomes, clock.now_us(), decision.time_us);
-        match lines {
-            None => drop(refund()),
-            Some(lines) => lines.give_back(&bill, decision.time_us + decision.delay_us, refund),
-        }
-        Ok(())
+        Ok((bill, outcomes))
     }
 
     /// Forgets what is known of the keys of `request`: they are as good as new.
@@ -146,13 +181,70 @@ impl<R: ?Sized + 'static> Limiter<R> {
     ///
     /// [`Rejection`] if the request has no key, or a policy's function fails.
     pub fn reset(&self, request: &R) -> Result<(), Rejection> {
+        self.needs_no_answer()?;
         let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
         self.write_bill(request, &mut bill, &mut outcomes)?;
         self.shared.store.reset(&bill);
         Ok(())
     }
 
-    /// How many keys are kept at the moment.
+    /// [`check`](Self::check), wherever the state is.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] if the request may not go on; it was charged nothing then.
+    pub async fn check_async(&self, request: &R) -> Result<Decision, Rejection> {
+        match self.ask(request, Mode::Charge, false) {
+            Some(deciding) => deciding.await.map(|(decision, _)| decision),
+            None => self.check(request),
+        }
+    }
+
+    /// [`peek`](Self::peek), wherever the state is.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] if the request could not go on.
+    pub async fn peek_async(&self, request: &R) -> Result<Decision, Rejection> {
+        match self.ask(request, Mode::Peek, false) {
+            Some(deciding) => deciding.await.map(|(decision, _)| decision),
+            None => self.peek(request),
+        }
+    }
+
+    /// [`refund`](Self::refund), wherever the state is.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] as for `refund`, and if the store does not answer; then it may or may not have
+    /// been given back.
+    pub async fn refund_async(&self, request: &R, decision: &Decision) -> Result<(), Rejection> {
+        #[cfg(feature = "redis")]
+        if let Some(remote) = &self.shared.remote {
+            let (bill, outcomes) = self.bill_of(request, decision)?;
+            let refunded = remote.refund(&bill, &outcomes, decision.time_us).await;
+            return refunded.ok_or_else(|| self.unavailable(remote.first_policy()));
+        }
+        self.refund(request, decision)
+    }
+
+    /// [`reset`](Self::reset), wherever the state is.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] as for `reset`, and if the store does not answer.
+    pub async fn reset_async(&self, request: &R) -> Result<(), Rejection> {
+        #[cfg(feature = "redis")]
+        if let Some(remote) = &self.shared.remote {
+            let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
+            self.write_bill(request, &mut bill, &mut outcomes)?;
+            let reset = remote.reset(&bill, &outcomes).await;
+            return reset.ok_or_else(|| self.unavailable(remote.first_policy()));
+        }
+        self.reset(request)
+    }
+
+    /// How many keys are kept in this process at the moment.
     #[must_use]
     pub fn tracked_keys(&self) -> usize {
         self.shared.store.tracked_keys()
@@ -160,7 +252,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
 
     /// Decides a request; one that has to wait for its turn gets a place in line.
     #[inline]
-    pub(crate) fn admit(&self, request: &R) -> Result<(Decision, Option<Box<Turn>>), Rejection> {
+    pub(crate) fn admit(&self, request: &R) -> Result<Admitted, Rejection> {
         let shared = &self.shared;
         let Some(lines) = &shared.lines else {
             return self.decide(request, Mode::Charge).map(|decision| (decision, None));
@@ -169,11 +261,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
     }
 
     #[inline(never)]
-    fn admit_in_line(
-        &self,
-        lines: &Lines,
-        request: &R,
-    ) -> Result<(Decision, Option<Box<Turn>>), Rejection> {
+    fn admit_in_line(&self, lines: &Lines, request: &R) -> Result<Admitted, Rejection> {
         let shared = &self.shared;
         let mut turn = None;
         let decision = self.decide_by(request, |bill, outcomes| {
@@ -183,19 +271,46 @@ impl<R: ?Sized + 'static> Limiter<R> {
                 admitted.then_some(time_us)
             });
             if !places.is_empty() {
-                let limiter = self.clone();
-                let refund = move |bill: &Bill, outcomes: &mut [Outcome]| {
-                    let shared = &limiter.shared;
-                    shared.store.refund(bill, outcomes, shared.clock.now_us(), time_us)
-                };
-                let (clock, bill) = (shared.clock.clone(), bill.clone());
-                let outcomes = outcomes.iter().copied().collect();
-                let refund = Box::new(refund);
-                turn = Some(Box::new(Turn::new(lines, places, clock, bill, outcomes, refund)));
+                let charged = (bill.clone(), Outcomes::from_slice(outcomes));
+                let refund = self.refund_here(time_us);
+                turn = Some(Box::new(Turn::new(lines, places, &shared.clock, charged, refund)));
             }
             (admitted, time_us)
         })?;
         Ok((decision, turn))
+    }
+
+    /// Gives back what was charged in this process at `time_us`.
+    fn refund_here(&self, time_us: u64) -> Refund {
+        let limiter = self.clone();
+        Box::new(move |bill, outcomes| {
+            let shared = &limiter.shared;
+            shared.store.refund(bill, outcomes, shared.clock.now_us(), time_us)
+        })
+    }
+
+    /// Whether only the asynchronous methods can decide.
+    #[cfg(feature = "tonic")]
+    pub(crate) fn is_asynchronous(&self) -> bool {
+        self.needs_no_answer().is_err()
+    }
+
+    /// Refuses what cannot wait for a store that is elsewhere.
+    #[inline]
+    fn needs_no_answer(&self) -> Result<(), Rejection> {
+        #[cfg(feature = "redis")]
+        if let Some(remote) = &self.shared.remote {
+            let message =
+                "the state is in Redis; call the method of this name that ends in `_async`";
+            let reason =
+                Reason::Faulty { policy: remote.first_policy(), message: message.to_owned() };
+            return Err(self.rejection(reason));
+        }
+        Ok(())
+    }
+
+    fn rejection(&self, reason: Reason) -> Rejection {
+        Rejection { reason, time_us: self.shared.clock.now_us(), outcomes: Outcomes::new() }
     }
 
     pub(crate) fn stack(&self) -> &Stack<R> {
@@ -253,11 +368,114 @@ impl<R: ?Sized + 'static> Limiter<R> {
         bill: &mut Bill,
         outcomes: &mut Outcomes,
     ) -> Result<(), Rejection> {
-        self.shared.stack.bill(request, bill, outcomes).map_err(|reason| Rejection {
-            reason: *reason,
-            time_us: self.shared.clock.now_us(),
-            outcomes: Outcomes::new(),
+        let written = self.shared.stack.bill(request, bill, outcomes);
+        written.map_err(|reason| self.rejection(*reason))
+    }
+}
+
+/// The part of a limiter that asks a store elsewhere.
+impl<R: ?Sized + 'static> Limiter<R> {
+    /// Starts to decide a request, if the state is elsewhere. It gets a place in line only if it
+    /// `waits` for its turn.
+    #[cfg(not(feature = "redis"))]
+    fn ask(&self, _request: &R, _mode: Mode, _waits: bool) -> Option<Deciding> {
+        None
+    }
+
+    #[cfg(feature = "redis")]
+    pub(crate) fn ask(&self, request: &R, mode: Mode, waits: bool) -> Option<Deciding> {
+        self.shared.remote.as_ref()?;
+        let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
+        let written = self.write_bill(request, &mut bill, &mut outcomes);
+        let limiter = self.clone();
+        Some(Box::pin(async move {
+            written?;
+            limiter.decide_elsewhere(bill, outcomes, mode, waits).await
+        }))
+    }
+
+    #[cfg(feature = "redis")]
+    async fn decide_elsewhere(
+        self,
+        bill: Bill,
+        mut outcomes: Outcomes,
+        mode: Mode,
+        waits: bool,
+    ) -> Result<Admitted, Rejection> {
+        let shared = &self.shared;
+        let Some(remote) = shared.remote.as_ref().filter(|_| !bill.charges.is_empty()) else {
+            return Ok((Decision { time_us: shared.clock.now_us(), ..Decision::open() }, None));
+        };
+        let lines = shared.lines.as_ref().filter(|_| waits);
+        if let Some((admitted, time_us)) = remote.acquire(&bill, &mut outcomes, mode).await {
+            // Its turn is so much later by any clock.
+            let acquired = |_: &mut [Outcome]| admitted.then(|| shared.clock.now_us());
+            let places = lines.map(|lines| lines.join(&bill, &mut outcomes, acquired));
+            let refund = self.refund_elsewhere(time_us);
+            return self.conclude((bill, outcomes), admitted, time_us, places, refund);
+        }
+        let fallen_back = remote.fall_back(&bill, &outcomes);
+        let (bill, mut outcomes) = fallen_back.map_err(|policy| self.unavailable(policy))?;
+        let (mut admitted, mut time_us) = (false, 0);
+        let mut acquire = |outcomes: &mut [Outcome]| {
+            (admitted, time_us) = shared.acquire(&bill, outcomes, mode);
+            admitted.then_some(time_us)
+        };
+        let places = match lines {
+            Some(lines) => Some(lines.join(&bill, &mut outcomes, acquire)),
+            None => {
+                acquire(&mut outcomes);
+                None
+            }
+        };
+        let refund = self.refund_here(time_us);
+        self.conclude((bill, outcomes), admitted, time_us, places, refund)
+    }
+
+    #[cfg(feature = "redis")]
+    fn conclude(
+        &self,
+        (bill, mut outcomes): (Bill, Outcomes),
+        admitted: bool,
+        time_us: u64,
+        places: Option<Vec<Arc<Place>>>,
+        refund: Refund,
+    ) -> Result<Admitted, Rejection> {
+        let shared = &self.shared;
+        let delay_us = outcomes.iter().map(|outcome| outcome.delay_us).max().unwrap_or(0);
+        let charged = outcomes.clone();
+        shared.stack.sort(&mut outcomes);
+        if !admitted {
+            return Err(Rejection::of_limits(outcomes, time_us));
+        }
+        let places = shared.lines.as_ref().zip(places.filter(|places| !places.is_empty()));
+        let turn = places.map(|(lines, places)| {
+            Box::new(Turn::new(lines, places, &shared.clock, (bill, charged), refund))
+        });
+        Ok((Decision { time_us, delay_us, outcomes }, turn))
+    }
+
+    /// Gives back what was charged elsewhere at `time_us`, in the background. It is for those who come
+    /// later: those who wait already were told when their turn is.
+    #[cfg(feature = "redis")]
+    fn refund_elsewhere(&self, time_us: u64) -> Refund {
+        let (limiter, runtime) = (self.clone(), Handle::current());
+        Box::new(move |bill, outcomes| {
+            let (limiter, bill) = (limiter.clone(), bill.clone());
+            let outcomes = Outcomes::from_slice(outcomes);
+            let lengths_us = Lengths::from_elem(0, outcomes.len());
+            runtime.spawn(async move {
+                if let Some(remote) = &limiter.shared.remote {
+                    remote.refund(&bill, &outcomes, time_us).await;
+                }
+            });
+            lengths_us
         })
+    }
+
+    #[cfg(feature = "redis")]
+    fn unavailable(&self, policy: &'static str) -> Rejection {
+        self.rejection(Reason::Unavailable { policy })
     }
 }
 
@@ -303,9 +521,16 @@ impl<R: ?Sized + 'static> LimiterBuilder<R> {
     }
 
     /// Where state is kept. Default: [`LocalStore::new`].
+    ///
+    /// A limiter whose state is in Redis keeps some in this process too, while Redis is out of reach;
+    /// to bound that, give it a [`LocalStore`] as well.
     #[must_use]
-    pub const fn store(mut self, store: LocalStore) -> Self {
-        self.store = store;
+    pub fn store(mut self, store: impl Into<Store>) -> Self {
+        match store.into() {
+            Store::Local(local) => self.store = local,
+            #[cfg(feature = "redis")]
+            Store::Redis(redis) => self.remote = Some(redis),
+        }
         self
     }
 
@@ -322,10 +547,42 @@ impl<R: ?Sized + 'static> LimiterBuilder<R> {
     ///
     /// [`BuildError`] says which policy cannot be, and why.
     pub fn build(self) -> Result<Limiter<R>, BuildError> {
-        let stack = Stack::new(self.policies, self.key.as_ref())?;
-        let store = Local::new(&self.store, &stack.plans());
+        let secret = self.secret();
+        let stack = Stack::new(self.policies, self.key.as_ref(), secret)?;
         let lines = stack.shaper().map(|_| Lines::default());
-        Ok(Limiter { shared: Arc::new(Shared { stack, store, clock: self.clock, lines }) })
+        #[cfg(feature = "redis")]
+        let (stack, plans, remote) = match self.remote {
+            None => {
+                let plans = stack.plans();
+                (stack, plans, None)
+            }
+            Some(redis) => {
+                let mut stack = stack;
+                let plans = stack.shared_by(redis.instances())?;
+                let remote = Remote::new(redis, stack.remote_plans(), &plans)?;
+                (stack, plans, Some(remote))
+            }
+        };
+        #[cfg(not(feature = "redis"))]
+        let plans = stack.plans();
+        let shared = Shared {
+            store: Local::new(&self.store, &plans),
+            stack,
+            #[cfg(feature = "redis")]
+            remote,
+            clock: self.clock,
+            lines,
+        };
+        Ok(Limiter { shared: Arc::new(shared) })
+    }
+
+    /// What keys are hashed under.
+    fn secret(&self) -> Secret {
+        #[cfg(feature = "redis")]
+        if let Some(redis) = &self.remote {
+            return Secret::shared(redis.key());
+        }
+        Secret::random()
     }
 }
 

@@ -1,12 +1,12 @@
 //! What kinds of service can be limited, and what all services of a layer share.
 
 use crate::{
-    decision::Rejection,
+    decision::{Decision, Rejection},
     limiter::Limiter,
-    reply::{GrpcCode, Headers, Responder},
+    reply::{Annotation, GrpcCode, Headers, Responder},
 };
 use bytes::Bytes;
-use http::{HeaderMap, Method, Response, header, request::Parts};
+use http::{Extensions, HeaderMap, Method, Response, header, request::Parts};
 use std::{
     error, fmt,
     marker::PhantomData,
@@ -72,6 +72,20 @@ impl HttpLimits {
     /// Whether a request is let through without being counted.
     pub(crate) fn skips(&self, parts: &Parts) -> bool {
         self.options.skip_preflight && is_preflight(&parts.method, &parts.headers)
+    }
+
+    /// Takes note of a decision to let a request go on: for handlers, in its extensions, and for the
+    /// response, where it is to tell of it.
+    pub(crate) fn admit(
+        &self,
+        decision: Decision,
+        extensions: &mut Extensions,
+    ) -> Option<Annotation> {
+        let annotation = self.responder.annotation(&decision);
+        if self.options.expose_decision {
+            extensions.insert(decision);
+        }
+        annotation
     }
 
     /// The answer to a request that is turned away. The rejection goes along in its extensions, for

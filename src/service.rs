@@ -1,8 +1,10 @@
 //! The service: reads the head of a request, decides, and calls the inner service or turns away.
 
+#[cfg(feature = "redis")]
+use crate::store::Mode;
 use crate::{
     body::ResponseBody,
-    future::{CallFuture, ResponseFuture},
+    future::{CallFuture, Note, ResponseFuture},
     protocol::{CallError, Calls, Http, Protocol},
 };
 use http::{Request, Response};
@@ -70,8 +72,13 @@ where
         if limits.skips(&parts) {
             return ResponseFuture::running(
                 self.inner.call(Request::from_parts(parts, body)),
-                None,
+                Note::Nothing,
             );
+        }
+        #[cfg(feature = "redis")]
+        if let Some(deciding) = limits.limiter.ask(&parts, Mode::Charge, true) {
+            let (limits, request) = (limits.clone(), Request::from_parts(parts, body));
+            return ResponseFuture::deciding(deciding, self.take_ready(), request, limits);
         }
         let (decision, turn) = match limits.limiter.admit(&parts) {
             Ok(admitted) => admitted,
@@ -82,15 +89,11 @@ where
                 return ResponseFuture::rejected(response);
             }
         };
-        let annotation = limits.responder.annotation(&decision);
-        let annotation = annotation.map(|annotation| (annotation, limits.clone()));
-        if limits.options.expose_decision {
-            parts.extensions.insert(decision);
-        }
+        let note = Note::of(limits, decision, &mut parts.extensions);
         let request = Request::from_parts(parts, body);
         match turn {
-            None => ResponseFuture::running(self.inner.call(request), annotation),
-            Some(turn) => ResponseFuture::waiting(turn, self.take_ready(), request, annotation),
+            None => ResponseFuture::running(self.inner.call(request), note),
+            Some(turn) => ResponseFuture::waiting(turn, self.take_ready(), request, note),
         }
     }
 }
@@ -109,6 +112,10 @@ where
     }
 
     fn call(&mut self, request: Req) -> CallFuture<S, Req> {
+        #[cfg(feature = "redis")]
+        if let Some(deciding) = self.shared.ask(&request, Mode::Charge, true) {
+            return CallFuture::deciding(deciding, self.take_ready(), request);
+        }
         match self.shared.admit(&request) {
             Ok((_, None)) => CallFuture::running(self.inner.call(request)),
             Ok((_, Some(turn))) => CallFuture::waiting(turn, self.take_ready(), request),

@@ -149,7 +149,7 @@ pub(crate) struct Turn {
     refund: Refund,
 }
 
-type Refund = Box<dyn Fn(&Bill, &mut [Outcome]) -> Lengths + Send + Sync>;
+pub(crate) type Refund = Box<dyn Fn(&Bill, &mut [Outcome]) -> Lengths + Send + Sync>;
 
 /// A sleep, and until when.
 struct Asleep {
@@ -161,12 +161,12 @@ impl Turn {
     pub(crate) fn new(
         lines: &Lines,
         places: Vec<Arc<Place>>,
-        clock: Clock,
-        bill: Bill,
-        outcomes: Outcomes,
+        clock: &Clock,
+        (bill, outcomes): (Bill, Outcomes),
         refund: Refund,
     ) -> Self {
-        Self { lines: lines.clone(), places, clock, sleep: None, bill, outcomes, refund }
+        let (lines, clock) = (lines.clone(), clock.clone());
+        Self { lines, places, clock, sleep: None, bill, outcomes, refund }
     }
 
     /// When the last of its turns is.

@@ -77,6 +77,25 @@ impl FixedWindow {
             Span::Month => 31 * calendar::DAY_US,
         }
     }
+
+    /// What another engine needs to know of that moment to give back what was spent.
+    #[cfg(feature = "redis")]
+    pub(crate) fn memory(&self, spent: &Spent) -> u64 {
+        self.end_of_window_at(spent.time_us)
+    }
+
+    /// What another engine needs to know to decide the same.
+    #[cfg(feature = "redis")]
+    pub(crate) fn numbers(&self) -> [u64; 6] {
+        let (span, period_us) = match self.span {
+            Span::Aligned(period) => (0, period),
+            Span::FirstHit(period) => (1, period),
+            Span::Day => (2, 0),
+            Span::Week => (3, 0),
+            Span::Month => (4, 0),
+        };
+        [self.limit, span, period_us, self.longest(), 0, 0]
+    }
 }
 
 impl Algorithm for FixedWindow {

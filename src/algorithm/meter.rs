@@ -37,6 +37,14 @@ pub(crate) struct Pace {
     pub(crate) drops_per_unit: u64,
 }
 
+/// What the numbers of a state mean, and how much a full bucket held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Terms {
+    pub(crate) pace: Pace,
+    /// How many units a full bucket holds, rounded up.
+    pub(crate) units: u64,
+}
+
 /// How many drops are in a bucket at the beginning of a tick. Fewer than none are what is missing
 /// to a whole tick's; then it ran empty within the tick before.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -96,6 +104,7 @@ impl Meter {
         if fill_us > u128::from(MAX_SPAN_US) {
             return Err(QuotaError::TooLong);
         }
+        let terms = Terms { pace, units: capacity.div_ceil(pace.drops_per_unit) };
         let units = capacity / pace.drops_per_unit;
         let shown = if units > quota.limit() {
             (units, fill_us as u64)
@@ -107,9 +116,7 @@ impl Meter {
             burst: burst as u64,
             capacity,
             full_ticks: fill_ticks,
-            // No bucket takes longer than a full one to run empty. Twice as long is a clock that
-            // stepped back by less than a full refill, and then the bucket just waits for it.
-            farthest_ticks: 2 * fill_ticks as i64,
+            farthest_ticks: terms.farthest_ticks(),
             shown,
         })
     }
@@ -120,7 +127,7 @@ impl Meter {
 
     /// The same for a bucket whose quota is looked up per request. It may hold more than a full
     /// one of the present quota, so how far ahead it is says nothing about the clock; instead, the
-    /// time at which it was last counted is kept, for [`take_over`](Self::take_over).
+    /// terms that it was counted by are kept, for [`take_over`](Self::take_over).
     pub(crate) fn varying(mut self) -> Self {
         self.farthest_ticks = (MAX_PRODUCT / self.pace.drops_per_tick) as i64;
         self
@@ -142,46 +149,39 @@ impl Meter {
         (state.tick as u64 + self.pace.ticks_to_drain(drops)) * self.pace.tick_us - now_us
     }
 
-    /// Takes over a state of a bucket whose quota varies, which was counted at `counted_us` and at
-    /// `pace`: what was used stays used. Returns whether it changed; then it has to be kept like one
-    /// that [`settle`](Algorithm::settle) re-anchored.
+    /// Takes over a state that is on record as counted by other terms, those of another quota: what was
+    /// used stays used. Returns whether it changed; then it has to be kept like one that
+    /// [`settle`](Algorithm::settle) re-anchored.
     #[inline(never)]
-    pub(crate) fn take_over(
-        &self,
-        state: &mut State,
-        pace: Pace,
-        counted_us: u64,
-        now_us: u64,
-    ) -> bool {
-        let back_us = counted_us.saturating_sub(now_us);
-        let stepped_back = back_us > self.full_ticks * self.pace.tick_us;
-        if stepped_back {
-            state.tick -= pace.ticks(back_us) as i64;
+    pub(crate) fn take_over(&self, state: &mut State, terms: Terms, now_us: u64) -> bool {
+        let pace = terms.pace;
+        let now = self.pace.ticks(now_us) as i64;
+        let ahead = state.tick - pace.ticks(now_us) as i64;
+        if ahead > terms.farthest_ticks() {
+            *state = State { tick: now, level: self.capacity as i64 };
+            return true;
         }
         if pace == self.pace {
-            return stepped_back;
+            return false;
         }
-        let ticks = i128::from(state.tick) - i128::from(pace.ticks(now_us));
-        let drops = i128::from(state.level) + ticks * i128::from(pace.drops_per_tick);
-        // More than any bucket holds would only overflow.
-        let drops = u128::try_from(drops).unwrap_or(0).min(1 << 64);
+        let drops = i128::from(ahead) * i128::from(pace.drops_per_tick) + i128::from(state.level);
+        let drops = u128::try_from(drops).unwrap_or(0);
         let converted = (drops * u128::from(self.pace.drops_per_unit))
             .div_ceil(u128::from(pace.drops_per_unit));
-        // What could not be counted, or takes longer than any quota may, is as good as for ever.
-        let longest =
-            u128::from(MAX_SPAN_US / self.pace.tick_us) * u128::from(self.pace.drops_per_tick);
+        if converted == 0 {
+            *state = State { tick: now, level: 0 };
+            return false;
+        }
         // A level is that of the beginning of a tick, before what has drained in it since.
         let since_us = u128::from(now_us % self.pace.tick_us);
         let drained =
             (since_us * u128::from(self.pace.drops_per_tick)).div_ceil(self.pace.tick_us.into());
-        let level = if converted == 0 { 0 } else { converted + drained };
-        let countable = longest.min(MAX_PRODUCT.into());
-        let lost = level > countable;
-        let level = level.min(countable);
-        *state = State { tick: self.pace.ticks(now_us) as i64, level: level as i64 };
+        let level = converted + drained;
+        let countable = u128::from(self.countable());
+        *state = State { tick: now, level: level.min(countable) as i64 };
         // What is on record stays where it would be forgotten, for so much rejects the request anyway,
         // and where it would drain slower from now on, until something is charged.
-        !lost && self.pace.is_as_fast_as(pace)
+        level <= countable && self.pace.is_as_fast_as(pace)
     }
 
     /// The state as it is stored: the instant at which the bucket runs empty, rounded up to a whole
@@ -192,6 +192,56 @@ impl Meter {
         let ticks = pace.ticks_to_drain(state.level());
         let empty_at_us = (state.tick as u64 + ticks) * pace.tick_us;
         (empty_at_us, ticks * pace.drops_per_tick - state.level())
+    }
+
+    /// A bucket that holds `level` drops.
+    #[cfg(feature = "redis")]
+    pub(crate) fn state_at(&self, now_us: u64, level: u64) -> State {
+        State { tick: self.pace.ticks(now_us) as i64, level: level as i64 }
+    }
+
+    /// How many drops were in the bucket right after something was spent: what was told then is that,
+    /// less than a tick too low.
+    fn level_after(&self, spent: &Spent) -> u64 {
+        let pace = self.pace;
+        let next_unit = spent.remaining.saturating_add(1).saturating_mul(pace.drops_per_unit);
+        let reset_tick = pace.ticks(spent.time_us.saturating_add(spent.reset_us));
+        let ticks = reset_tick - pace.ticks(spent.time_us);
+        let draining = ticks.saturating_sub(1).saturating_mul(pace.drops_per_tick);
+        (self.capacity + draining.min(self.capacity) + 1).saturating_sub(next_unit)
+    }
+
+    /// What another engine needs to know of that moment to give back what was spent.
+    #[cfg(feature = "redis")]
+    pub(crate) fn memory(&self, spent: &Spent) -> u64 {
+        self.level_after(spent)
+    }
+
+    /// What another engine needs to know to decide the same.
+    #[cfg(feature = "redis")]
+    pub(crate) fn numbers(&self) -> [u64; 6] {
+        let Pace { tick_us, drops_per_tick, drops_per_unit } = self.pace;
+        let farthest = self.terms().farthest_ticks() as u64;
+        [tick_us, drops_per_tick, drops_per_unit, self.capacity, farthest, self.countable()]
+    }
+
+    /// How many units are on record as full: more where a bucket holds more, by another quota, or it
+    /// would look like that of a clock that was put back.
+    pub(crate) fn units_of(&self, state: &State) -> u64 {
+        self.terms().units.max(state.level().div_ceil(self.pace.drops_per_unit))
+    }
+
+    /// What the numbers of its states mean.
+    pub(crate) fn terms(&self) -> Terms {
+        Terms { pace: self.pace, units: self.capacity.div_ceil(self.pace.drops_per_unit) }
+    }
+
+    /// The most drops that can be counted: what takes longer to drain than any quota may is as good
+    /// as for ever.
+    fn countable(&self) -> u64 {
+        let longest =
+            u128::from(MAX_SPAN_US / self.pace.tick_us) * u128::from(self.pace.drops_per_tick);
+        longest.min(MAX_PRODUCT.into()) as u64
     }
 }
 
@@ -236,13 +286,8 @@ impl Algorithm for Meter {
 
     fn refund(&self, state: &mut State, now_us: u64, spent: &Spent) -> u64 {
         let pace = self.pace;
-        // A bucket drains what came first, so what was spent lay on top of all that was in it, up
-        // to the level right after. What was told then is that level, less than a tick too low.
-        let next_unit = spent.remaining.saturating_add(1).saturating_mul(pace.drops_per_unit);
-        let reset_tick = pace.ticks(spent.time_us.saturating_add(spent.reset_us));
-        let ticks = reset_tick - pace.ticks(spent.time_us);
-        let draining = ticks.saturating_sub(1).saturating_mul(pace.drops_per_tick);
-        let level = (self.capacity + draining.min(self.capacity) + 1).saturating_sub(next_unit);
+        // A bucket drains what came first, so what was spent lay on top of all that was in it.
+        let level = self.level_after(spent);
         let elapsed = pace.ticks(now_us).saturating_sub(pace.ticks(spent.time_us));
         let drained = elapsed.min(self.full_ticks) * pace.drops_per_tick;
         let drops = spent.cost.saturating_mul(pace.drops_per_unit);
@@ -292,6 +337,15 @@ impl State {
     }
 }
 
+impl Terms {
+    /// How many ticks ahead a state can be. No bucket takes longer than a full one to run empty; twice
+    /// as long is a clock that stepped back by less than a full refill, and then it just waits.
+    const fn farthest_ticks(&self) -> i64 {
+        let drops = self.units * self.pace.drops_per_unit;
+        2 * drops.div_ceil(self.pace.drops_per_tick) as i64
+    }
+}
+
 impl Pace {
     /// A state that was stored as [`words`](Meter::words_of).
     #[inline]
@@ -306,13 +360,12 @@ impl Pace {
     }
 
     fn is_as_fast_as(&self, other: Self) -> bool {
-        // Units per tick, over a common denominator.
-        let rate = |one: Self, other: Self| {
-            u128::from(one.drops_per_tick)
-                * u128::from(other.drops_per_unit)
-                * u128::from(other.tick_us)
-        };
-        rate(*self, other) >= rate(other, *self)
+        self.rate() >= other.rate()
+    }
+
+    /// Units per microsecond. It only decides which terms a debt is kept in, so rounding does no harm.
+    fn rate(&self) -> f64 {
+        self.drops_per_tick as f64 / self.drops_per_unit as f64 / self.tick_us as f64
     }
 
     #[inline]

@@ -17,10 +17,14 @@ mod properties;
 mod sliding_log;
 mod sliding_window;
 
+#[cfg(feature = "redis")]
+pub(crate) use fixed_window::State as FixedWindowState;
 pub(crate) use fixed_window::{Anchor, FixedWindow};
-pub(crate) use meter::{Meter, Pace};
+pub(crate) use meter::{Meter, Pace, Terms};
 pub(crate) use sliding_log::{MAX_LIMIT as MAX_LOG_LIMIT, SlidingLog};
 pub(crate) use sliding_window::SlidingWindow;
+#[cfg(feature = "redis")]
+pub(crate) use sliding_window::State as SlidingWindowState;
 
 /// The largest product that the constructors allow. A state may hold twice as much for a while,
 /// after a step of the clock, and a cost comes on top: three times this is still below 2^53.

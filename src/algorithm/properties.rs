@@ -328,7 +328,7 @@ proptest! {
         now_us += later_us;
         let mut changed = state;
         bucket.settle(&mut state, now_us);
-        looser.take_over(&mut changed, bucket.pace(), now_us, now_us);
+        looser.take_over(&mut changed, bucket.terms(), now_us);
         looser.settle(&mut changed, now_us);
         prop_assert!(looser.remaining(&changed, now_us) >= bucket.remaining(&state, now_us));
         if bucket.wait(&state, now_us, cost) == Some(0) {

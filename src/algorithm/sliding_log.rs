@@ -30,6 +30,12 @@ impl SlidingLog {
         }
         Ok(Self { limit: quota.limit(), window_us: quota.period().fixed_us()? })
     }
+
+    /// What another engine needs to know to decide the same.
+    #[cfg(feature = "redis")]
+    pub(crate) fn numbers(&self) -> [u64; 6] {
+        [self.limit, self.window_us, 0, 0, 0, 0]
+    }
 }
 
 impl Algorithm for SlidingLog {

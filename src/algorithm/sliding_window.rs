@@ -62,6 +62,12 @@ impl SlidingWindow {
     const fn start_of_window_at(&self, now_us: u64) -> u64 {
         now_us - now_us % self.window_us()
     }
+
+    /// What another engine needs to know to decide the same.
+    #[cfg(feature = "redis")]
+    pub(crate) fn numbers(&self) -> [u64; 6] {
+        [self.limit, self.tick_us, self.window, MAX_PRODUCT / self.window, 0, 0]
+    }
 }
 
 impl Algorithm for SlidingWindow {

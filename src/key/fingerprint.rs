@@ -1,6 +1,10 @@
 //! Fingerprints: keyed hashes in place of keys.
 
 use super::{Key, KeyError, KeyExtractor};
+#[cfg(feature = "redis")]
+use hmac::{Hmac, Mac};
+#[cfg(feature = "redis")]
+use sha2::Sha256;
 use std::{
     borrow::Cow,
     hash::{BuildHasher, RandomState},
@@ -16,7 +20,14 @@ pub(crate) struct Fingerprint {
 
 /// What makes the fingerprints of a stack its own: 128 bits, so that no two callers ever share a
 /// budget by chance, under a secret, so that none can do so on purpose.
-pub(crate) struct Secret([u8; 192]);
+///
+/// State that processes share needs fingerprints that they agree on; there the hash is SHA-256, under
+/// a secret if they were given one.
+pub(crate) enum Secret {
+    Own(Box<[u8; 192]>),
+    #[cfg(feature = "redis")]
+    Shared(Box<Hmac<Sha256>>),
+}
 
 /// An extractor as a stack uses it. The key never leaves the function that makes and hashes it, so
 /// that a request's key is not moved from place to place.
@@ -48,12 +59,26 @@ impl Secret {
         for (index, bytes) in secret.chunks_exact_mut(8).enumerate() {
             bytes.copy_from_slice(&random.hash_one(index).to_ne_bytes());
         }
-        Self(secret)
+        Self::Own(Box::new(secret))
+    }
+
+    /// The one that all processes with the same `key` have.
+    #[cfg(feature = "redis")]
+    pub(crate) fn shared(key: &[u8]) -> Self {
+        let hmac = Hmac::new_from_slice(key).expect("HMAC takes keys of any length");
+        Self::Shared(Box::new(hmac))
     }
 
     #[inline]
     pub(crate) fn fingerprint(&self, key: &Key) -> Fingerprint {
-        let hash = key.with_bytes(|bytes| xxh3_128_with_secret(bytes, &self.0));
+        let hash = key.with_bytes(|bytes| match self {
+            Self::Own(secret) => xxh3_128_with_secret(bytes, &**secret),
+            #[cfg(feature = "redis")]
+            Self::Shared(hmac) => {
+                let digest = Hmac::clone(hmac).chain_update(bytes).finalize().into_bytes();
+                digest.iter().take(16).fold(0, |hash, &byte| hash << 8 | u128::from(byte))
+            }
+        });
         let mut fingerprint = Fingerprint::from(hash);
         if fingerprint == Fingerprint::NOBODY {
             fingerprint.lower = 1;

@@ -59,12 +59,30 @@ pub struct Policy<R: ?Sized = Parts> {
     pub(crate) exempt: HashSet<Key>,
     pub(crate) cost: Cost<R>,
     pub(crate) quota_for: Option<QuotaFor<R>>,
+    #[cfg(feature = "redis")]
+    pub(crate) failure_mode: FailureMode,
     /// An option that the algorithm does not have.
     pub(crate) misplaced: Option<&'static str>,
 }
 
 pub(crate) type Condition<R> = Box<dyn Fn(&R) -> bool + Send + Sync>;
 pub(crate) type QuotaFor<R> = Box<dyn Fn(&R) -> Option<Quota> + Send + Sync>;
+
+/// What a policy answers when the store that counts for it is down, late or full.
+#[cfg(feature = "redis")]
+#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FailureMode {
+    /// This instance counts alone, with the same algorithm and its share of the quota: the quota
+    /// divided by the store's [`instances`](crate::redis::RedisStoreBuilder::instances).
+    #[default]
+    Local,
+    /// Requests pass without being counted.
+    Open,
+    /// Requests are turned away with 503; for gRPC, status 14, `UNAVAILABLE`.
+    Closed,
+}
 
 /// What a request costs.
 pub(crate) enum Cost<R: ?Sized> {
@@ -120,6 +138,8 @@ impl<R: ?Sized> Policy<R> {
             exempt: HashSet::new(),
             cost: Cost::One,
             quota_for: None,
+            #[cfg(feature = "redis")]
+            failure_mode: FailureMode::default(),
             misplaced: None,
         }
     }
@@ -189,6 +209,16 @@ impl<R: ?Sized> Policy<R> {
     #[must_use]
     pub fn cost(mut self, cost: impl Fn(&R) -> u64 + Send + Sync + 'static) -> Self {
         self.cost = Cost::Of(Box::new(cost));
+        self
+    }
+
+    /// What to answer when the store that counts is down, late or full. Default:
+    /// [`FailureMode::Local`].
+    #[cfg(feature = "redis")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+    #[must_use]
+    pub const fn on_store_failure(mut self, mode: FailureMode) -> Self {
+        self.failure_mode = mode;
         self
     }
 

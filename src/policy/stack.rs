@@ -1,10 +1,12 @@
 //! A stack: checked policies in their order, grouped by whom they count.
 
+#[cfg(feature = "redis")]
+use super::FailureMode;
 use super::{Condition, Cost, Policy, QuotaFor};
 use crate::{
     decision::{Allotment, Outcome, Outcomes, Reason},
     key::{FindKey, Fingerprint, Key, KeyError, MissingKey, Secret},
-    quota::{Period, Quota, QuotaError},
+    quota::{Quota, QuotaError},
     store::{Bill, Charge, Kind, Rule, local::Plan},
 };
 use parking_lot::Mutex;
@@ -22,13 +24,16 @@ pub(crate) struct Stack<R: ?Sized> {
     /// The distinct key extractors, each with the indices of the policies that count by it.
     spaces: Vec<Space<R>>,
     secret: Secret,
+    /// How many instances share the quotas, if the state is elsewhere.
+    #[cfg(feature = "redis")]
+    instances: Option<u32>,
 }
 
 /// A policy that was found to be in order.
 struct Entry<R: ?Sized> {
     name: &'static str,
     kind: Kind,
-    period: Period,
+    quota: Quota,
     rule: Rule,
     /// What the rule gives out.
     allotment: Allotment,
@@ -39,6 +44,8 @@ struct Entry<R: ?Sized> {
     cost: Cost<R>,
     quota_for: Option<QuotaFor<R>>,
     space: usize,
+    #[cfg(feature = "redis")]
+    failure_mode: FailureMode,
 }
 
 /// The keys of one extractor.
@@ -88,17 +95,24 @@ pub enum BuildError {
         /// The policy.
         policy: String,
     },
+    /// The state is elsewhere, where nothing can wait for it.
+    CannotAsk,
+    /// Two policies would have the same records in a store that is elsewhere.
+    SameRecords {
+        /// The policies.
+        policies: [String; 2],
+    },
 }
 
 impl<R: ?Sized + 'static> Stack<R> {
     pub(crate) fn new(
         policies: Vec<Policy<R>>,
         default_key: Option<&Arc<dyn FindKey<R>>>,
+        secret: Secret,
     ) -> Result<Self, BuildError> {
         if policies.is_empty() {
             return Err(BuildError::NoPolicy);
         }
-        let secret = Secret::random();
         let mut names = BTreeSet::new();
         let mut spaces: Vec<Space<R>> = Vec::new();
         let mut entries = Vec::with_capacity(policies.len());
@@ -130,7 +144,7 @@ impl<R: ?Sized + 'static> Stack<R> {
             entries.push(Entry {
                 name: intern(policy.name),
                 kind: policy.kind,
-                period: policy.quota.period(),
+                quota: policy.quota,
                 rule,
                 allotment: rule.allotment(),
                 missing_key: policy.missing_key,
@@ -139,24 +153,40 @@ impl<R: ?Sized + 'static> Stack<R> {
                 cost: policy.cost,
                 quota_for: policy.quota_for,
                 space,
+                #[cfg(feature = "redis")]
+                failure_mode: policy.failure_mode,
             });
         }
-        Ok(Self { entries, spaces, secret })
+        Ok(Self {
+            entries,
+            spaces,
+            secret,
+            #[cfg(feature = "redis")]
+            instances: None,
+        })
     }
 
-    /// What a store has to know of each policy.
+    /// What a store in this process has to know of each policy.
     pub(crate) fn plans(&self) -> Vec<Plan> {
-        let plan = |entry: &Entry<R>| Plan {
-            space: entry.space,
-            kind: entry.kind,
-            rule: entry.rule,
-            varies: entry.quota_for.is_some(),
-            log_limit: match entry.kind {
-                Kind::SlidingLog => entry.log_limit(),
-                _ => 0,
-            },
+        self.entries.iter().map(|entry| entry.plan(entry.rule)).collect()
+    }
+
+    /// The same for a store in this process that stands in for one that is shared by `instances`.
+    #[cfg(feature = "redis")]
+    pub(crate) fn shared_by(&mut self, instances: u32) -> Result<Vec<Plan>, BuildError> {
+        self.instances = Some(instances);
+        let plan = |entry: &Entry<R>| match Rule::new(entry.kind, &entry.quota.share(instances)) {
+            Ok(rule) if entry.quota_for.is_some() => Ok(entry.plan(rule.varying())),
+            Ok(rule) => Ok(entry.plan(rule)),
+            Err(error) => Err(BuildError::Quota { policy: entry.name.to_owned(), error }),
         };
         self.entries.iter().map(plan).collect()
+    }
+
+    /// What a store that is elsewhere has to know of each policy.
+    #[cfg(feature = "redis")]
+    pub(crate) fn remote_plans(&self) -> impl Iterator<Item = (&'static str, Rule, FailureMode)> {
+        self.entries.iter().map(|entry| (entry.name, entry.rule, entry.failure_mode))
     }
 
     /// The names of the policies, with what each gives out, in order.
@@ -222,7 +252,7 @@ impl<R: ?Sized + 'static> Stack<R> {
                 };
                 let rule = match &entry.quota_for {
                     None => 0,
-                    Some(quota_for) => entry.look_up(quota_for, request, &mut bill.rules)?,
+                    Some(quota_for) => self.look_up(entry, quota_for, request, &mut bill.rules)?,
                 };
                 let cost = match &entry.cost {
                     Cost::One => 1,
@@ -242,6 +272,28 @@ impl<R: ?Sized + 'static> Stack<R> {
             }
         }
         Ok(())
+    }
+
+    /// Looks the quota up that a policy has for a request, and returns which of the bill's rules it
+    /// makes.
+    #[inline(never)]
+    fn look_up(
+        &self,
+        entry: &Entry<R>,
+        quota_for: &QuotaFor<R>,
+        request: &R,
+        rules: &mut Vec<Rule>,
+    ) -> Result<u32, Box<Reason>> {
+        let Some(quota) = quota_for(request) else {
+            return Ok(0);
+        };
+        rules.push(entry.rule_for(&quota)?);
+        let rule = rules.len() as u32;
+        #[cfg(feature = "redis")]
+        if let Some(instances) = self.instances {
+            rules.push(entry.rule_for(&quota.share(instances))?);
+        }
+        Ok(rule)
     }
 
     /// Who is counted by a policy for a request without a key, if anybody.
@@ -283,27 +335,11 @@ impl<R: ?Sized> Entry<R> {
         !self.exempt.is_empty() && self.exempt.contains(fingerprint)
     }
 
-    /// Looks the quota up that the policy has for a request, and returns which of the bill's rules
-    /// it makes.
-    #[inline(never)]
-    fn look_up(
-        &self,
-        quota_for: &QuotaFor<R>,
-        request: &R,
-        rules: &mut Vec<Rule>,
-    ) -> Result<u32, Box<Reason>> {
-        let Some(quota) = quota_for(request) else {
-            return Ok(0);
-        };
-        rules.push(self.rule_for(&quota)?);
-        Ok(rules.len() as u32)
-    }
-
     /// The rule of a quota that was looked up for a request.
     fn rule_for(&self, quota: &Quota) -> Result<Rule, Box<Reason>> {
         let error = match Rule::new(self.kind, quota) {
-            Ok(_) if self.counts_periods() && quota.period() != self.period => {
-                format!("its period has to be the policy's own, `{}`", self.period)
+            Ok(_) if self.counts_periods() && quota.period() != self.quota.period() => {
+                format!("its period has to be the policy's own, `{}`", self.quota.period())
             }
             Ok(rule) => return Ok(rule.varying()),
             Err(error) => error.to_string(),
@@ -319,6 +355,19 @@ impl<R: ?Sized> Entry<R> {
         match self.kind {
             Kind::TokenBucket | Kind::LeakyBucket(_) => false,
             Kind::FixedWindow(_) | Kind::SlidingWindow | Kind::SlidingLog => true,
+        }
+    }
+
+    fn plan(&self, rule: Rule) -> Plan {
+        Plan {
+            space: self.space,
+            kind: self.kind,
+            rule,
+            varies: self.quota_for.is_some(),
+            log_limit: match self.kind {
+                Kind::SlidingLog => self.log_limit(),
+                _ => 0,
+            },
         }
     }
 
@@ -396,6 +445,13 @@ impl fmt::Display for BuildError {
                 f,
                 "policy `{policy}`: `{option}` is not for its algorithm; `from_first_hit` is for \
                  fixed windows, `max_delay` for leaky buckets"
+            ),
+            Self::CannotAsk => f.write_str(
+                "the state is in Redis, and an interceptor cannot wait for the answer; use the layer",
+            ),
+            Self::SameRecords { policies: [a, b] } => write!(
+                f,
+                "policies `{a}` and `{b}` happen to have the same records in Redis; rename one of them"
             ),
             Self::CannotWait { policy } => write!(
                 f,

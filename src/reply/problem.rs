@@ -18,12 +18,16 @@ pub(super) fn response(refusal: &Refusal<'_>) -> Response<Bytes> {
 
 fn body(refusal: &Refusal<'_>) -> String {
     let status = refusal.status;
-    let is_quota = status == StatusCode::TOO_MANY_REQUESTS;
-    let (kind, title) = if is_quota {
-        ("https://iana.org/assignments/http-problem-types#quota-exceeded", "Quota Exceeded")
-    } else {
+    let (kind, title) = match status {
+        StatusCode::TOO_MANY_REQUESTS => {
+            ("https://iana.org/assignments/http-problem-types#quota-exceeded", "Quota Exceeded")
+        }
+        StatusCode::SERVICE_UNAVAILABLE => (
+            "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity",
+            "Temporary Reduced Capacity",
+        ),
         // The status says it all, and so the title has to be its own.
-        ("about:blank", status.canonical_reason().unwrap_or_default())
+        _ => ("about:blank", status.canonical_reason().unwrap_or_default()),
     };
 
     let mut json = String::with_capacity(320);
@@ -39,7 +43,7 @@ fn body(refusal: &Refusal<'_>) -> String {
         json.push_str(part);
     }
     push_string(&mut json, &refusal.detail);
-    if is_quota {
+    if kind != "about:blank" {
         json.push_str(r#","violated-policies":["#);
         for (index, policy) in refusal.rejection.policies().enumerate() {
             if index > 0 {

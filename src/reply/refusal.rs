@@ -45,6 +45,11 @@ impl<'a> Refusal<'a> {
             Reason::NoKey { error, .. } if error.kind() == KeyErrorKind::Missing => {
                 (StatusCode::BAD_REQUEST, Code::InvalidArgument, error.to_string())
             }
+            Reason::Unavailable { .. } => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                Code::Unavailable,
+                "The server cannot take requests at the moment. Try again.".to_owned(),
+            ),
             // What is wrong with the server is for its operator to know.
             Reason::NoKey { .. } | Reason::Faulty { .. } => (
                 StatusCode::INTERNAL_SERVER_ERROR,

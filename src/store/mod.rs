@@ -3,6 +3,8 @@
 //! A store gets the charges of one request and decides them together: all are made or none.
 
 pub(crate) mod local;
+#[cfg(feature = "redis")]
+pub mod redis;
 
 use crate::{
     algorithm::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow},
@@ -14,6 +16,31 @@ use smallvec::SmallVec;
 use std::time::Duration;
 
 pub use local::LocalStore;
+
+/// Where state is kept.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Store {
+    /// In this process.
+    Local(LocalStore),
+    /// In Redis or Valkey.
+    #[cfg(feature = "redis")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+    Redis(redis::RedisStore),
+}
+
+impl From<LocalStore> for Store {
+    fn from(store: LocalStore) -> Self {
+        Self::Local(store)
+    }
+}
+
+#[cfg(feature = "redis")]
+impl From<redis::RedisStore> for Store {
+    fn from(store: redis::RedisStore) -> Self {
+        Self::Redis(store)
+    }
+}
 
 /// An algorithm with its quota: all that a store needs to know of a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +81,8 @@ pub(crate) struct Charge {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Bill {
     pub(crate) charges: SmallVec<[Charge; 3]>,
-    /// Rules of quotas that were looked up for this request.
+    /// Rules of quotas that were looked up for this request; behind each that of this instance's
+    /// share of it, if the state is elsewhere.
     pub(crate) rules: Vec<Rule>,
 }
 
@@ -125,5 +153,17 @@ impl Rule {
             Self::SlidingLog(log) => log.allotment(),
         };
         Allotment { limit, window_us }
+    }
+
+    /// What another engine needs to know to decide the same; what the numbers are is said where the
+    /// other engine reads them.
+    #[cfg(feature = "redis")]
+    pub(crate) fn numbers(&self) -> [u64; 6] {
+        match self {
+            Self::Meter(meter) => meter.numbers(),
+            Self::FixedWindow(window) => window.numbers(),
+            Self::SlidingWindow(window) => window.numbers(),
+            Self::SlidingLog(log) => log.numbers(),
+        }
     }
 }

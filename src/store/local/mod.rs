@@ -6,7 +6,7 @@
 
 mod rings;
 mod shard;
-mod state;
+pub(super) mod state;
 mod table;
 
 use super::{Bill, Charge, Kind, Lengths, Mode, Rule};

@@ -7,7 +7,7 @@
 
 use super::rings::{RingId, Rings};
 use crate::{
-    algorithm::{Algorithm, FixedWindow, Meter, Pace, SlidingLog, SlidingWindow, Spent},
+    algorithm::{Algorithm, FixedWindow, Meter, Pace, SlidingLog, SlidingWindow, Spent, Terms},
     decision::{Outcome, Verdict},
     store::{Kind, Lengths, Rule},
 };
@@ -21,7 +21,7 @@ pub(super) struct Field {
 
 impl Field {
     /// A field behind `offset` words. A meter whose quota `varies` from request to request has to
-    /// remember at which pace it was counted, and when; the others carry all that they need.
+    /// remember the terms that it was counted by; the others carry all that they need.
     pub(super) fn new(offset: usize, kind: Kind, varies: bool) -> Self {
         let width = match kind {
             Kind::TokenBucket | Kind::LeakyBucket(_) if varies => 6,
@@ -68,7 +68,7 @@ impl Field {
 }
 
 /// A step of a decision.
-pub(super) trait Step {
+pub(in crate::store) trait Step {
     /// Takes the step on a state that was brought to the present. Returns whether it was changed.
     fn take<A: Algorithm>(
         &mut self,
@@ -80,10 +80,10 @@ pub(super) trait Step {
 }
 
 /// Answers charges, and makes them until there is no room for one.
-pub(super) struct Decide {
+pub(in crate::store) struct Decide {
     charging: bool,
     /// Whether there was room for all so far.
-    pub(super) admitted: bool,
+    pub(in crate::store) admitted: bool,
 }
 
 /// Takes back the charges that were just made, and answers anew without them. Those are all before
@@ -100,7 +100,7 @@ pub(super) struct Refund {
 
 impl Decide {
     /// Makes charges only if it is `charging`.
-    pub(super) const fn new(charging: bool) -> Self {
+    pub(in crate::store) const fn new(charging: bool) -> Self {
         Self { charging, admitted: true }
     }
 }
@@ -206,7 +206,7 @@ trait InWords: Algorithm {
     /// was of another quota.
     fn read(&self, words: &[u64], now_us: u64) -> (Self::State, bool);
 
-    fn write(&self, state: &Self::State, words: &mut [u64], now_us: u64);
+    fn write(&self, state: &Self::State, words: &mut [u64]);
 }
 
 /// Returns from when on the state can be forgotten, if it had to be put back.
@@ -224,7 +224,7 @@ fn step_on_words<A: InWords>(
     if !keep {
         return NOT_KEPT;
     }
-    algorithm.write(&state, words, now_us);
+    algorithm.write(&state, words);
     words[0]
 }
 
@@ -256,12 +256,10 @@ impl InWords for Meter {
     fn read(&self, words: &[u64], now_us: u64) -> (Self::State, bool) {
         match *words {
             [empty_at_us, spare] => (self.pace().state(empty_at_us, spare), false),
-            [empty_at_us, spare, tick_us, drops_per_tick, drops_per_unit, counted_us]
-                if tick_us > 0 =>
-            {
+            [empty_at_us, spare, tick_us, drops_per_tick, drops_per_unit, units] if tick_us > 0 => {
                 let pace = Pace { tick_us, drops_per_tick, drops_per_unit };
                 let mut state = pace.state(empty_at_us, spare);
-                let changed = self.take_over(&mut state, pace, counted_us, now_us);
+                let changed = self.take_over(&mut state, Terms { pace, units }, now_us);
                 (state, changed)
             }
             _ => (Self::State::default(), false),
@@ -269,14 +267,14 @@ impl InWords for Meter {
     }
 
     #[inline(always)]
-    fn write(&self, state: &Self::State, words: &mut [u64], now_us: u64) {
+    fn write(&self, state: &Self::State, words: &mut [u64]) {
         (words[0], words[1]) = self.words_of(state);
-        if let [_, _, tick_us, drops_per_tick, drops_per_unit, counted_us] = words {
+        if let [_, _, tick_us, drops_per_tick, drops_per_unit, units] = words {
             let pace = self.pace();
             *tick_us = pace.tick_us;
             *drops_per_tick = pace.drops_per_tick;
             *drops_per_unit = pace.drops_per_unit;
-            *counted_us = now_us;
+            *units = self.units_of(state);
         }
     }
 }
@@ -286,7 +284,7 @@ impl InWords for FixedWindow {
         (Self::State { end_us: words[0], count: words[1] }, false)
     }
 
-    fn write(&self, state: &Self::State, words: &mut [u64], _now_us: u64) {
+    fn write(&self, state: &Self::State, words: &mut [u64]) {
         (words[0], words[1]) = (state.end_us, state.count);
     }
 }
@@ -297,7 +295,7 @@ impl InWords for SlidingWindow {
         (Self::State { start_us, current: words[1], previous: words[2] }, false)
     }
 
-    fn write(&self, state: &Self::State, words: &mut [u64], _now_us: u64) {
+    fn write(&self, state: &Self::State, words: &mut [u64]) {
         words[0] = state.start_us + self.horizon_us();
         (words[1], words[2]) = (state.current, state.previous);
     }

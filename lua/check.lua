@@ -1,0 +1,28 @@
+-- Tries each command that the other scripts need, so that a missing right is known by its name.
+--
+-- KEYS     a key that nobody else uses
+-- RETURNS  the present in microseconds, as text; 1 if the server has MSETEX and it may be used; then
+--          the names of the commands that were refused
+-- TTL      the key lives for a millisecond, and is deleted at the end
+local key = KEYS[1]
+local function refused(...)
+  local reply = redis.pcall(...)
+  return type(reply) == 'table' and reply.err
+end
+local missing = {}
+local function try(name, ...)
+  if refused(name, ...) then missing[#missing + 1] = name end
+end
+try('MGET', key)
+try('SET', key, '', 'PX', 1)
+try('GETRANGE', key, 0, 0)
+try('SETRANGE', key, 0, '0')
+try('PEXPIRE', key, 1)
+local has_msetex = not refused('MSETEX', 1, key, '', 'PX', 1)
+try('DEL', key)
+local time = redis.pcall('TIME')
+if time.err then
+  missing[#missing + 1] = 'TIME'
+  time = { 0, 0 }
+end
+return { string.format('%.0f', time[1] * 1000000 + time[2]), has_msetex and 1 or 0, unpack(missing) }

@@ -1,0 +1,27 @@
+-- Gives back what one request was charged, as far as it has not come back by itself.
+--
+-- KEYS     the identities, then the rings of their sliding logs
+-- ARGV[1]  the rules (identity.lua)
+-- ARGV[2]  how many of the keys are identities (2 bytes); when the request was decided, in
+--          microseconds (7); then for each charge the indices of its identity (2), rule (2) and ring
+--          (2, or 0), its cost (7), and what its algorithm has to know of that moment (7)
+-- ARGV[3]  in tests: the present, in microseconds
+-- RETURNS  the present in microseconds
+-- TTL      as in decide.lua; an identity that equals one never seen is deleted
+local charges = ARGV[2]
+local identities_count, spent_us, at = unpack('<I2I7', charges)
+local rules = read_rules(ARGV[1])
+read_identities(identities_count)
+local last = #charges
+while at <= last do
+  local key, index, ring, cost, then_told
+  key, index, ring, cost, then_told, at = unpack('<I2I2I2I7I7', charges, at)
+  local rule = rules[index]
+  local record = settle(key, rule, KEYS[ring])
+  if record.raw then
+    rule.kind.refund(rule, record, cost, spent_us, then_told)
+    record.dirty, record.records.dirty = true, true
+  end
+end
+write_identities(false)
+return now

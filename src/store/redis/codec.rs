@@ -1,0 +1,313 @@
+//! Requests and rules as the scripts read them, and what the scripts tell as it is read here.
+
+use crate::{algorithm::Terms, key::Fingerprint, store::Rule};
+use redis::Cmd;
+use sha2::{Digest, Sha256};
+use smallvec::SmallVec;
+use std::sync::Arc;
+
+/// A rule in the form that the scripts read. Clones are cheap, and equal ones go into a batch once.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct CodedRule {
+    bytes: Arc<[u8]>,
+    policy: PolicyId,
+    told: &'static [usize],
+    keeps_ring: bool,
+}
+
+/// What stands for the name of a policy in its records.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PolicyId([u8; 3]);
+
+/// One request, as a lane carries it.
+#[derive(Clone, Debug)]
+pub(crate) struct Ask {
+    /// What the names of all its keys begin with.
+    pub(crate) prefix: Arc<str>,
+    pub(crate) charges: SmallVec<[AskedCharge; 3]>,
+    /// Whether it only asks, and is not charged.
+    pub(crate) peeks: bool,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct AskedCharge {
+    pub(crate) fingerprint: Fingerprint,
+    pub(crate) rule: CodedRule,
+    pub(crate) cost: u64,
+}
+
+/// What a script told about one request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Told {
+    pub(crate) time_us: u64,
+    pub(crate) admitted: bool,
+    /// The numbers of each charge's state before it, in the order of the charges.
+    pub(crate) states: SmallVec<[[u64; 3]; 3]>,
+}
+
+/// Whole numbers in the scripts' arguments and replies: seven bytes, little-endian.
+const NUMBER: usize = 7;
+
+/// The largest cost that is sent: more than any capacity.
+const MOST: u64 = 1 << 53;
+
+/// What marks a request that only asks.
+const PEEKS: u16 = 0x8000;
+
+impl PolicyId {
+    /// Policies of one name but different algorithms have different states.
+    pub(crate) fn new(name: &str, rule: &Rule) -> Self {
+        let digest = Sha256::new().chain_update([kind(rule)]).chain_update(name).finalize();
+        Self([digest[0], digest[1], digest[2]])
+    }
+}
+
+impl CodedRule {
+    pub(crate) fn new(policy: PolicyId, rule: &Rule) -> Self {
+        let (terms, counters) = record_format(rule);
+        let mut bytes = vec![kind(rule)];
+        bytes.extend(policy.0);
+        rule.numbers().iter().for_each(|&number| push_number(&mut bytes, number));
+        for text in [&terms[..], counters.as_bytes()] {
+            bytes.push(text.len() as u8);
+            bytes.extend(text);
+        }
+        let (told, keeps_ring): (&[usize], _) = match rule {
+            Rule::Meter(_) => (&[NUMBER], false),
+            Rule::FixedWindow(_) => (&[NUMBER, NUMBER], false),
+            Rule::SlidingWindow(_) => (&[NUMBER, NUMBER, NUMBER], false),
+            Rule::SlidingLog(_) => (&[3, NUMBER, NUMBER], true),
+        };
+        Self { bytes: bytes.into(), policy, told, keeps_ring }
+    }
+}
+
+/// The index of the algorithm's table in `identity.lua`.
+const fn kind(rule: &Rule) -> u8 {
+    match rule {
+        Rule::Meter(_) => 1,
+        Rule::FixedWindow(_) => 2,
+        Rule::SlidingWindow(_) => 3,
+        Rule::SlidingLog(_) => 4,
+    }
+}
+
+/// What a record has behind its head: the terms that its numbers are in, and the format of these.
+fn record_format(rule: &Rule) -> (Vec<u8>, String) {
+    match rule {
+        // A bucket that drains a drop a tick never has drops to spare.
+        Rule::Meter(meter) => {
+            let Terms { pace, units } = meter.terms();
+            let drops_width = if pace.drops_per_tick == 1 { 0 } else { width(pace.drops_per_tick) };
+            let (unit_width, units_width) = (width(pace.drops_per_unit), width(units));
+            let tick = match pace.tick_us {
+                1 => 0,
+                1_000 => 1,
+                _ => 2,
+            };
+            let shape = tick << 9 | drops_width << 6 | unit_width << 3 | units_width;
+            let mut terms = (shape as u16).to_le_bytes().to_vec();
+            terms.extend(&pace.drops_per_tick.to_le_bytes()[..drops_width]);
+            terms.extend(&pace.drops_per_unit.to_le_bytes()[..unit_width]);
+            terms.extend(&units.to_le_bytes()[..units_width]);
+            let counters = if drops_width > 0 { format!("I{drops_width}") } else { String::new() };
+            (terms, counters)
+        }
+        Rule::FixedWindow(_) => (Vec::new(), "I7".to_owned()),
+        Rule::SlidingWindow(_) => (Vec::new(), "I7I7I7".to_owned()),
+        Rule::SlidingLog(_) => (Vec::new(), "I7I3I3I3".to_owned()),
+    }
+}
+
+/// How many bytes a number takes.
+const fn width(number: u64) -> usize {
+    let bits = u64::BITS - number.leading_zeros();
+    if bits == 0 { 1 } else { bits.div_ceil(8) as usize }
+}
+
+fn push_number(bytes: &mut Vec<u8>, number: u64) {
+    bytes.extend(&number.min(MOST).to_le_bytes()[..NUMBER]);
+}
+
+// === The arguments of a call ===
+
+/// The keys and rules of a call, each once.
+struct Tables<'a> {
+    keys: Vec<(&'a str, Fingerprint)>,
+    rings: Vec<(u16, PolicyId)>,
+    rules: Vec<&'a CodedRule>,
+}
+
+impl<'a> Tables<'a> {
+    fn new(asks: &[&'a Ask]) -> Self {
+        let mut tables = Self { keys: Vec::new(), rings: Vec::new(), rules: Vec::new() };
+        for ask in asks {
+            for charge in &ask.charges {
+                let key = (&*ask.prefix, charge.fingerprint);
+                let key = index_of(&mut tables.keys, key);
+                index_of(&mut tables.rules, &charge.rule);
+                if charge.rule.keeps_ring {
+                    index_of(&mut tables.rings, (key, charge.rule.policy));
+                }
+            }
+        }
+        tables
+    }
+
+    /// The indices of a charge's identity, rule and ring, as `KEYS` and the rules are counted.
+    fn push_indices(&mut self, bytes: &mut Vec<u8>, ask: &'a Ask, charge: &'a AskedCharge) {
+        let key = index_of(&mut self.keys, (&*ask.prefix, charge.fingerprint));
+        let rule = index_of(&mut self.rules, &charge.rule);
+        let ring = if charge.rule.keeps_ring {
+            self.keys.len() as u16 + index_of(&mut self.rings, (key, charge.rule.policy))
+        } else {
+            0
+        };
+        [key, rule, ring].iter().for_each(|index| bytes.extend(index.to_le_bytes()));
+    }
+
+    /// Appends the keys, how many there are before them, and the rules.
+    fn push_args(&self, command: &mut Cmd) {
+        command.arg(self.keys.len() + self.rings.len());
+        for &(prefix, fingerprint) in &self.keys {
+            command.arg(key_name(prefix, fingerprint));
+        }
+        for &(key, policy) in &self.rings {
+            let (prefix, fingerprint) = self.keys[usize::from(key) - 1];
+            command.arg(ring_name(prefix, fingerprint, policy));
+        }
+        let rules: Vec<u8> = self.rules.iter().flat_map(|rule| &*rule.bytes).copied().collect();
+        command.arg(rules);
+    }
+}
+
+/// The index of an item, counted from 1; it is appended if it is not there.
+fn index_of<T: PartialEq>(items: &mut Vec<T>, item: T) -> u16 {
+    let index = items.iter().position(|other| *other == item).unwrap_or_else(|| {
+        items.push(item);
+        items.len() - 1
+    });
+    index as u16 + 1
+}
+
+/// Appends the arguments of `decide.lua` to a command.
+pub(super) fn push_batch(command: &mut Cmd, asks: &[&Ask], has_msetex: bool) {
+    let mut tables = Tables::new(asks);
+    let mut requests = (tables.keys.len() as u16).to_le_bytes().to_vec();
+    requests.push(has_msetex.into());
+    for ask in asks {
+        let count = ask.charges.len() as u16 | if ask.peeks { PEEKS } else { 0 };
+        requests.extend(count.to_le_bytes());
+        for charge in &ask.charges {
+            tables.push_indices(&mut requests, ask, charge);
+            push_number(&mut requests, charge.cost);
+        }
+    }
+    tables.push_args(command);
+    command.arg(requests);
+}
+
+/// Appends the arguments of `refund.lua`. Each charge comes with what its algorithm has to know of the
+/// moment at which it was made.
+pub(super) fn push_refund(command: &mut Cmd, ask: &Ask, spent_us: u64, memories: &[u64]) {
+    let mut tables = Tables::new(&[ask]);
+    let mut charges = (tables.keys.len() as u16).to_le_bytes().to_vec();
+    push_number(&mut charges, spent_us);
+    for (charge, &memory) in ask.charges.iter().zip(memories) {
+        tables.push_indices(&mut charges, ask, charge);
+        push_number(&mut charges, charge.cost);
+        push_number(&mut charges, memory);
+    }
+    tables.push_args(command);
+    command.arg(charges);
+}
+
+/// Appends the arguments of `reset.lua`.
+pub(super) fn push_reset(command: &mut Cmd, ask: &Ask) {
+    let mut tables = Tables::new(&[ask]);
+    let mut charges = (tables.keys.len() as u16).to_le_bytes().to_vec();
+    for charge in &ask.charges {
+        tables.push_indices(&mut charges, ask, charge);
+    }
+    tables.push_args(command);
+    command.arg(charges);
+}
+
+/// The braces keep an identity and its rings in one slot of a cluster.
+fn key_name(prefix: &str, fingerprint: Fingerprint) -> String {
+    let mut name = String::with_capacity(prefix.len() + 25);
+    name.push_str(prefix);
+    name.push_str(":{");
+    push_base64(&mut name, fingerprint);
+    name.push('}');
+    name
+}
+
+fn ring_name(prefix: &str, fingerprint: Fingerprint, PolicyId([a, b, c]): PolicyId) -> String {
+    format!("{}:{a:02x}{b:02x}{c:02x}", key_name(prefix, fingerprint))
+}
+
+/// 128 bits in 22 letters, digits, `-` and `_` (RFC 4648, section 5, without padding).
+fn push_base64(text: &mut String, fingerprint: Fingerprint) {
+    const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
+    let number = u128::from(fingerprint.upper) << 64 | u128::from(fingerprint.lower);
+    for place in 0..22 {
+        let sextet = if place < 21 { number >> (122 - 6 * place) } else { number << 4 };
+        text.push(ALPHABET[(sextet & 63) as usize].into());
+    }
+}
+
+// === The reply ===
+
+/// Reads what `decide.lua` told about a batch. `None` if that is not what it tells.
+pub(super) fn read_told(mut reply: &[u8], asks: &[&Ask]) -> Option<Vec<Told>> {
+    let time_us = take_number(&mut reply, NUMBER)?;
+    let told = asks.iter().map(|ask| {
+        let state = |charge: &AskedCharge| {
+            let mut state = [0; 3];
+            for (number, &width) in state.iter_mut().zip(charge.rule.told) {
+                *number = take_number(&mut reply, width)?;
+            }
+            Some(state)
+        };
+        let states = ask.charges.iter().map(state).collect::<Option<_>>()?;
+        let admitted = take_number(&mut reply, 1)? == 1;
+        Some(Told { time_us, admitted, states })
+    });
+    let told = told.collect::<Option<Vec<_>>>()?;
+    reply.is_empty().then_some(told)
+}
+
+fn take_number(bytes: &mut &[u8], width: usize) -> Option<u64> {
+    let (number, rest) = bytes.split_at_checked(width)?;
+    *bytes = rest;
+    Some(number.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn key_names_are_injective_and_say_nothing() {
+        let names: Vec<_> = (0..128)
+            .map(|bit| key_name("tg", Fingerprint::from(1_u128 << bit)))
+            .chain([
+                key_name("tg", Fingerprint::from(0)),
+                key_name("tg", Fingerprint::from(u128::MAX)),
+            ])
+            .collect();
+        let distinct: std::collections::HashSet<_> = names.iter().collect();
+        assert_eq!(distinct.len(), names.len());
+        assert_eq!(names[128], "tg:{AAAAAAAAAAAAAAAAAAAAAA}");
+        assert_eq!(names[129], "tg:{_____________________w}");
+        assert!(names.iter().all(|name| name.len() == 27));
+    }
+
+    #[test]
+    fn what_is_no_reply_of_ours_is_none() {
+        assert_eq!(read_told(&[0; 6], &[]), None);
+        assert_eq!(read_told(&[0; 8], &[]), None);
+        assert_eq!(read_told(&[0; 7], &[]), Some(Vec::new()));
+    }
+}

@@ -1,0 +1,202 @@
+//! Connections: a pool that is not asked for more than it has to be, and what an error says.
+//!
+//! A connection is not pinged when it is taken out: that would be a second round trip. It is known to
+//! be broken when the server closed it, when an error said so, or when nothing was heard on it for
+//! longer than one call may take.
+
+use super::error::StoreError;
+use crate::clock::Clock;
+use bb8::{ErrorSink, ManageConnection, Pool, RunError};
+use bb8_redis::RedisConnectionManager;
+use parking_lot::Mutex;
+use redis::{
+    AsyncConnectionConfig, Client, Cmd, ConnectionInfo, ProtocolVersion, PushInfo, PushKind,
+    RedisError, Value,
+    aio::{ConnectionLike, MultiplexedConnection, SendError},
+    io::tcp::TcpSettings,
+};
+use std::{
+    fmt,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+/// Where connections come from.
+pub(super) enum Source {
+    /// A pool of our own, made when it is first needed, since that takes a runtime.
+    Own(Box<OwnPool>),
+    /// A pool that the application has.
+    Given(Pool<RedisConnectionManager>),
+}
+
+pub(super) struct OwnPool {
+    manager: Manager,
+    size: u32,
+    pool: OnceLock<Pool<Manager>>,
+    last_error: LastError,
+}
+
+impl Source {
+    pub(super) fn own(
+        info: &ConnectionInfo,
+        patience: Duration,
+        size: u32,
+    ) -> Result<Self, RedisError> {
+        let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
+        let tcp = TcpSettings::default().set_nodelay(true);
+        let info = info.clone().set_redis_settings(settings).set_tcp_settings(tcp);
+        let manager = Manager { client: Client::open(info)?, patience };
+        let (pool, last_error) = (OnceLock::new(), LastError::default());
+        Ok(Self::Own(Box::new(OwnPool { manager, size, pool, last_error })))
+    }
+
+    /// Sends a command and waits for the reply.
+    pub(super) async fn query(&self, command: &Cmd) -> Result<Value, StoreError> {
+        match self {
+            Self::Own(own) => own.query(command).await,
+            Self::Given(pool) => {
+                let mut connection = pool.get().await.map_err(|error| match error {
+                    RunError::User(error) => StoreError::from(&error),
+                    RunError::TimedOut => {
+                        StoreError::no_connection("the pool gave no connection in time")
+                    }
+                })?;
+                send(&mut connection, command).await
+            }
+        }
+    }
+}
+
+impl OwnPool {
+    async fn query(&self, command: &Cmd) -> Result<Value, StoreError> {
+        let pool = self.pool.get_or_init(|| {
+            Pool::builder()
+                .max_size(self.size)
+                .connection_timeout(self.manager.patience)
+                .test_on_check_out(false)
+                .max_lifetime(None)
+                .idle_timeout(None)
+                .error_sink(Box::new(self.last_error.clone()))
+                .build_unchecked(self.manager.clone())
+        });
+        loop {
+            let mut connection = pool.get().await.map_err(|error| match error {
+                RunError::User(error) => StoreError::from(&error),
+                RunError::TimedOut => self.last_error.take(),
+            })?;
+            // One that was closed while it lay idle goes back to be thrown away.
+            if !connection.is_broken() {
+                return connection.query(command).await;
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Source {
+    /// Addresses may hold passwords.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Own(_) => "Own",
+            Self::Given(_) => "Given",
+        })
+    }
+}
+
+/// Makes connections, and tells which are of no use any more.
+#[derive(Clone)]
+pub(super) struct Manager {
+    client: Client,
+    /// How long to wait for a connection, and for a reply.
+    patience: Duration,
+}
+
+pub(super) struct Connection {
+    inner: MultiplexedConnection,
+    /// When the first call was made that had no reply since, nor any after it.
+    unanswered_since_us: Option<u64>,
+    patience: Duration,
+    broken: Arc<AtomicBool>,
+}
+
+impl Connection {
+    fn is_broken(&self) -> bool {
+        // A call that was given up says nothing, but if the next one stays without a reply as well,
+        // the connection may lead nowhere.
+        let is_silent = self.unanswered_since_us.is_some_and(|since_us| {
+            let silent_us = Clock::system().now_us().saturating_sub(since_us);
+            Duration::from_micros(silent_us) > self.patience * 3 / 2
+        });
+        is_silent || self.broken.load(Relaxed)
+    }
+
+    async fn query(&mut self, command: &Cmd) -> Result<Value, StoreError> {
+        self.unanswered_since_us.get_or_insert_with(|| Clock::system().now_us());
+        // A future that is dropped here leaves a reply behind, which the connection throws away.
+        let result = send(&mut self.inner, command).await;
+        match &result {
+            Err(StoreError::Late) => {}
+            Err(error) if error.breaks_connection() => self.broken.store(true, Relaxed),
+            _ => self.unanswered_since_us = None,
+        }
+        result
+    }
+}
+
+/// An error reply is an error, too.
+async fn send(connection: &mut MultiplexedConnection, command: &Cmd) -> Result<Value, StoreError> {
+    let reply = connection.req_packed_command(command).await;
+    reply.and_then(Value::extract_error).map_err(StoreError::from)
+}
+
+impl ManageConnection for Manager {
+    type Connection = Connection;
+    type Error = RedisError;
+
+    async fn connect(&self) -> Result<Connection, RedisError> {
+        let broken = Arc::new(AtomicBool::new(false));
+        let closed = broken.clone();
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(self.patience))
+            .set_response_timeout(Some(self.patience))
+            .set_push_sender(move |push: PushInfo| {
+                if push.kind == PushKind::Disconnection {
+                    closed.store(true, Relaxed);
+                }
+                Ok::<_, SendError>(())
+            });
+        let inner = self.client.get_multiplexed_async_connection_with_config(&config).await?;
+        Ok(Connection { inner, unanswered_since_us: None, patience: self.patience, broken })
+    }
+
+    async fn is_valid(&self, _: &mut Connection) -> Result<(), RedisError> {
+        Ok(())
+    }
+
+    fn has_broken(&self, connection: &mut Connection) -> bool {
+        connection.is_broken()
+    }
+}
+
+/// Why no connection could be made of late. The pool only says that there was none in time.
+#[derive(Clone, Debug, Default)]
+pub(super) struct LastError(Arc<Mutex<Option<StoreError>>>);
+
+impl LastError {
+    fn take(&self) -> StoreError {
+        let error = self.0.lock().take();
+        error.unwrap_or_else(|| StoreError::no_connection("no connection in time"))
+    }
+}
+
+impl ErrorSink<RedisError> for LastError {
+    fn sink(&self, error: RedisError) {
+        *self.0.lock() = Some(StoreError::from(&error));
+    }
+
+    fn boxed_clone(&self) -> Box<dyn ErrorSink<RedisError>> {
+        Box::new(self.clone())
+    }
+}

@@ -1,0 +1,103 @@
+//! What can go wrong with a store, in the terms in which it matters: whether to keep the connection,
+//! and whether the store is to blame.
+
+use redis::{ErrorKind, RedisError, ServerErrorKind};
+use std::{error, fmt};
+
+/// Why a store did not decide.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// No answer before the deadline.
+    Late,
+    /// There is no connection, or it broke.
+    Disconnected {
+        /// What was told.
+        message: String,
+    },
+    /// The server refused the call.
+    Refused {
+        /// The first word of its answer, such as `READONLY`, `OOM` or `NOPERM`.
+        code: String,
+        /// The rest.
+        message: String,
+    },
+}
+
+impl StoreError {
+    pub(super) fn no_connection(message: &str) -> Self {
+        Self::Disconnected { message: message.to_owned() }
+    }
+
+    /// Whether the server does not know the script, so that nothing of it ran.
+    pub(super) fn is_no_script(&self) -> bool {
+        matches!(self, Self::Refused { code, .. } if code == "NOSCRIPT")
+    }
+
+    /// Whether the connection is of no use any more: another one may lead to another server, or to
+    /// the same one in a better state.
+    pub(super) fn breaks_connection(&self) -> bool {
+        match self {
+            Self::Late => false,
+            Self::Disconnected { .. } => true,
+            Self::Refused { code, .. } => {
+                matches!(&code[..], "READONLY" | "MASTERDOWN" | "NOAUTH" | "NOPERM" | "WRONGPASS")
+            }
+        }
+    }
+
+    /// Whether this says that the store is out of order, rather than something about one request.
+    pub(crate) fn is_outage(&self) -> bool {
+        match self {
+            Self::Late | Self::Disconnected { .. } => true,
+            Self::Refused { code, message } => match &code[..] {
+                "ERR" => OUTAGES.iter().any(|outage| message.contains(outage)),
+                "WRONGTYPE" | "NOSCRIPT" | "CROSSSLOT" => false,
+                _ => true,
+            },
+        }
+    }
+}
+
+/// Outages that some servers tell in words only.
+const OUTAGES: [&str; 4] = ["OOM", "can't run this command", "READONLY", "unknown command"];
+
+impl From<&RedisError> for StoreError {
+    fn from(error: &RedisError) -> Self {
+        if error.is_timeout() {
+            return Self::Late;
+        }
+        let message = error.detail().map_or_else(|| error.to_string(), str::to_owned);
+        match error.kind() {
+            ErrorKind::Server(ServerErrorKind::ResponseError) => {
+                Self::Refused { code: "ERR".to_owned(), message }
+            }
+            ErrorKind::Server(_) | ErrorKind::Extension => {
+                let code = error.code().unwrap_or("ERR").to_owned();
+                Self::Refused { code, message }
+            }
+            ErrorKind::AuthenticationFailed => {
+                Self::Refused { code: "WRONGPASS".to_owned(), message: error.to_string() }
+            }
+            _ => Self::Disconnected { message: error.to_string() },
+        }
+    }
+}
+
+impl From<RedisError> for StoreError {
+    fn from(error: RedisError) -> Self {
+        Self::from(&error)
+    }
+}
+
+impl fmt::Display for StoreError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Late => f.write_str("no answer before the deadline"),
+            Self::Disconnected { message } => write!(f, "no connection: {message}"),
+            Self::Refused { code, message } => write!(f, "the server refused: {code} {message}"),
+        }
+    }
+}
+
+impl error::Error for StoreError {}

@@ -1,0 +1,433 @@
+//! State shared by the fleet, in Redis or Valkey.
+//!
+//! All policies of a request are decided by one script call, all or nothing, by the server's clock.
+//! Requests that wait at the same time go together. No request waits longer than the deadline: when
+//! the server is slow, full or gone, each policy answers by its
+//! [failure mode](crate::Policy::on_store_failure).
+//!
+//! ```no_run
+//! use tollgate::{Policy, Quota, RateLimitLayer, key::PeerIp, redis::RedisStore};
+//!
+//! let layer = RateLimitLayer::builder()
+//!     .store(RedisStore::builder("redis://127.0.0.1/").namespace("api").build()?)
+//!     .key(PeerIp::new())
+//!     .policy(Policy::token_bucket("burst", Quota::per_second(100)))
+//!     .build()?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod answer;
+mod checks;
+mod codec;
+mod connection;
+mod error;
+mod lane;
+mod scripts;
+mod server;
+
+pub use crate::resilience::{Health, StateChange};
+pub use bb8_redis;
+pub use checks::Warning;
+pub use error::StoreError;
+pub use redis as client;
+
+pub(crate) use answer::{fill_in, memory};
+pub(crate) use codec::{Ask, AskedCharge, CodedRule, PolicyId, Told};
+
+use crate::{
+    clock::Clock,
+    resilience::{Failure, Guard, Hook, breaker},
+};
+use bb8::Pool;
+use bb8_redis::RedisConnectionManager;
+use connection::Source;
+use lane::{Lane, Limits};
+use redis::{ConnectionInfo, IntoConnectionInfo};
+use scripts::{REFUND, RESET};
+use server::Server;
+use std::{
+    error::Error,
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use tokio::{runtime::Handle, time::timeout};
+
+/// State in Redis or Valkey, shared by all instances that name the same server and namespace.
+///
+/// A budget belongs to a namespace, the name of a policy and a key: layers that share those, in one
+/// process or in many, share the budget. Give layers that should not a
+/// [namespace](RedisStoreBuilder::namespace) each.
+///
+/// Clones share connections, and so do all layers that are built with one of them. Connections are
+/// made when the first request needs them; a server that is not there does not keep a service from
+/// starting.
+#[derive(Clone, Debug)]
+pub struct RedisStore {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    server: Arc<Server>,
+    lane: Arc<Lane>,
+    guard: Guard,
+    prefix: Arc<str>,
+    key: Arc<[u8]>,
+    deadline: Duration,
+    instances: u32,
+    looked_over: AtomicBool,
+}
+
+/// Puts a [`RedisStore`] together.
+pub struct RedisStoreBuilder {
+    source: Given,
+    namespace: Option<String>,
+    key: Vec<u8>,
+    deadline: Duration,
+    batch: usize,
+    in_flight: usize,
+    instances: u32,
+    breaker: breaker::Settings,
+    hook: Option<Hook>,
+    clock: Option<Clock>,
+}
+
+/// What a store was told about its server.
+enum Given {
+    Info(Box<Result<ConnectionInfo, redis::RedisError>>),
+    Pool(Pool<RedisConnectionManager>),
+}
+
+/// Why a store cannot be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// The server's address is none.
+    Address {
+        /// Why. It does not repeat the address, which may hold a password.
+        message: String,
+    },
+    /// A namespace is not of the form `[A-Za-z0-9_.-]{1,64}`.
+    Namespace {
+        /// The namespace.
+        namespace: String,
+    },
+    /// An option is zero, or larger than what makes sense.
+    OutOfRange {
+        /// The option.
+        option: &'static str,
+        /// The least and the most that it can be.
+        range: &'static str,
+    },
+}
+
+// === impl RedisStore ===
+
+impl RedisStore {
+    /// Starts a store on the server at `address`: a URL, or the client library's
+    /// [`ConnectionInfo`].
+    ///
+    /// | URL | what it names |
+    /// |---|---|
+    /// | `redis://host:6379/0` | a server and a database on it |
+    /// | `redis://user:password@host` | an ACL user |
+    /// | `rediss://host` | TLS by rustls; the application has to install a crypto provider |
+    /// | `unix:///run/redis.sock` | a unix socket |
+    ///
+    /// The server is spoken to in RESP3, which Redis knows since version 6.
+    #[must_use]
+    pub fn builder(address: impl IntoConnectionInfo) -> RedisStoreBuilder {
+        RedisStoreBuilder::new(Given::Info(Box::new(address.into_connection_info())))
+    }
+
+    /// Starts a store on connections of a pool that the application already has.
+    ///
+    /// The pool's own settings count: with bb8-redis's defaults every checkout sends a PING, a second
+    /// round trip, and a connection that broke stays in the pool until it is tested. A pool with
+    /// `test_on_check_out(false)` is faster; [`builder`](Self::builder) makes one that is faster and safe.
+    #[must_use]
+    pub fn from_pool(pool: Pool<RedisConnectionManager>) -> RedisStoreBuilder {
+        RedisStoreBuilder::new(Given::Pool(pool))
+    }
+
+    /// How the store is doing.
+    #[must_use]
+    pub fn health(&self) -> Health {
+        self.shared.guard.health()
+    }
+
+    /// How many script calls decided how many requests so far.
+    #[must_use]
+    pub fn calls(&self) -> (u64, u64) {
+        (self.shared.lane.calls.load(Relaxed), self.shared.lane.requests.load(Relaxed))
+    }
+
+    /// Looks the server over: eviction, missing rights, its role, its version, its clock. The same is
+    /// done, and logged as warnings, when the first request comes, and when the server was down and is
+    /// back.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if the server does not answer.
+    pub async fn check(&self) -> Result<Vec<Warning>, StoreError> {
+        self.shared.check().await
+    }
+
+    pub(crate) fn prefix(&self) -> &Arc<str> {
+        &self.shared.prefix
+    }
+
+    /// What keys are hashed with.
+    pub(crate) fn key(&self) -> &[u8] {
+        &self.shared.key
+    }
+
+    /// By how many a limit is divided where each instance has to count alone.
+    pub(crate) fn instances(&self) -> u32 {
+        self.shared.instances
+    }
+
+    /// Has a request decided. `None` means that the failure modes have to answer.
+    pub(crate) async fn decide(&self, ask: Ask) -> Option<Told> {
+        if !self.shared.looked_over.swap(true, Relaxed) {
+            let shared = self.shared.clone();
+            Handle::current().spawn(async move { shared.warn().await });
+        }
+        self.shared.guard.call(self.shared.lane.ask(ask)).await
+    }
+
+    /// Gives back what a request was charged at `spent_us`, with what each algorithm has to know of
+    /// that moment.
+    pub(crate) async fn refund(&self, ask: &Ask, spent_us: u64, memories: &[u64]) -> Option<()> {
+        let push_args = |command: &mut _| codec::push_refund(command, ask, spent_us, memories);
+        let refund = async { self.shared.server.run(&REFUND, push_args).await.map(drop) };
+        self.shared.guard.call(refund).await
+    }
+
+    /// Forgets all that is known of those whom an ask is for.
+    pub(crate) async fn reset(&self, ask: &Ask) -> Option<()> {
+        let push_args = |command: &mut _| codec::push_reset(command, ask);
+        let reset = async { self.shared.server.run(&RESET, push_args).await.map(drop) };
+        self.shared.guard.call(reset).await
+    }
+}
+
+impl Shared {
+    async fn check(&self) -> Result<Vec<Warning>, StoreError> {
+        let key = format!("{}:check", self.prefix);
+        // A connection may have to be made first.
+        let patience = 10 * self.deadline;
+        let looked_over = timeout(patience, checks::look_over(&self.server, &key)).await;
+        looked_over.unwrap_or(Err(StoreError::Late))
+    }
+
+    async fn warn(&self) {
+        match self.check().await {
+            Ok(warnings) => {
+                for warning in warnings {
+                    tracing::warn!(target: "tollgate", "{warning}");
+                }
+            }
+            // The next request looks again.
+            Err(_) => self.looked_over.store(false, Relaxed),
+        }
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared")
+            .field("prefix", &self.prefix)
+            .field("guard", &self.guard)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Failure for StoreError {
+    fn is_outage(&self) -> bool {
+        Self::is_outage(self)
+    }
+}
+
+// === impl RedisStoreBuilder ===
+
+impl RedisStoreBuilder {
+    fn new(source: Given) -> Self {
+        Self {
+            source,
+            namespace: None,
+            key: Vec::new(),
+            deadline: Duration::from_millis(50),
+            batch: 64,
+            in_flight: 2,
+            instances: 1,
+            breaker: breaker::Settings::default(),
+            hook: None,
+            clock: None,
+        }
+    }
+
+    /// What tells the keys of this application, or layer, from those of others on the same server:
+    /// letters, digits, `_`, `.` and `-`. All keys then begin with `tg:` and it; without one, with
+    /// `tg:`. Default: none.
+    #[must_use]
+    pub fn namespace(mut self, namespace: impl Into<String>) -> Self {
+        self.namespace = Some(namespace.into());
+        self
+    }
+
+    /// A secret to hash keys with, the same on all instances. The server sees only hashes of keys in
+    /// any case; under a secret, not even guessable keys such as addresses can be told from them.
+    /// Default: none, plain SHA-256.
+    #[must_use]
+    pub fn hash_secret(mut self, secret: impl Into<Vec<u8>>) -> Self {
+        self.key = secret.into();
+        self
+    }
+
+    /// How long a request may wait for its decision before the failure modes answer. Default: 50 ms.
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// The most requests that go to the server in one call. Default: 64.
+    #[must_use]
+    pub fn batch(mut self, requests: usize) -> Self {
+        self.batch = requests;
+        self
+    }
+
+    /// The most calls to the server at a time. Requests that come while so many are on their way
+    /// gather for the next one. Default: 2.
+    #[must_use]
+    pub fn in_flight(mut self, calls: usize) -> Self {
+        self.in_flight = calls;
+        self
+    }
+
+    /// How many instances share the limits. While the server is down, each allows that part of them
+    /// by itself, where the failure mode is [`Local`](crate::FailureMode::Local). Default: 1.
+    #[must_use]
+    pub fn instances(mut self, instances: u32) -> Self {
+        self.instances = instances;
+        self
+    }
+
+    /// How many failures in a row take the server out of use. Default: 5. So does half of at least 20
+    /// calls in 10 s.
+    #[must_use]
+    pub fn failures_to_open(mut self, failures: u32) -> Self {
+        self.breaker.failures = failures;
+        self
+    }
+
+    /// After how long out of use a request tries whether the server is back; when it is not, twice as
+    /// long, up to `longest`. Both are varied by up to a fifth, so that instances don't come back in
+    /// step. Default: 500 ms, 5 s.
+    #[must_use]
+    pub fn retry_every(mut self, first: Duration, longest: Duration) -> Self {
+        self.breaker.open_for = first;
+        self.breaker.max_open_for = longest;
+        self
+    }
+
+    /// Hears when the server goes out of use and when it comes back.
+    #[must_use]
+    pub fn on_state_change(mut self, hook: impl Fn(&StateChange) + Send + Sync + 'static) -> Self {
+        self.hook = Some(Box::new(hook));
+        self
+    }
+
+    /// Sends the time of `clock` along with every call, in place of the server's own.
+    #[cfg(any(test, feature = "test-util"))]
+    #[cfg_attr(docsrs, doc(cfg(feature = "test-util")))]
+    #[must_use]
+    pub fn clock(mut self, clock: impl Into<Clock>) -> Self {
+        self.clock = Some(clock.into());
+        self
+    }
+
+    /// Checks the settings. No connection is made yet.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] says which setting cannot be, and why.
+    pub fn build(self) -> Result<RedisStore, ConfigError> {
+        let prefix = match self.namespace {
+            None => "tg".to_owned(),
+            Some(namespace) if is_namespace(&namespace) => format!("tg:{namespace}"),
+            Some(namespace) => return Err(ConfigError::Namespace { namespace }),
+        };
+        let check = |in_range: bool, option, range| {
+            if in_range { Ok(()) } else { Err(ConfigError::OutOfRange { option, range }) }
+        };
+        check((1..=1_024).contains(&self.batch), "batch", "1 to 1024")?;
+        check((1..=64).contains(&self.in_flight), "in_flight", "1 to 64")?;
+        check(self.instances >= 1, "instances", "1 or more")?;
+        let (least, most) = (Duration::from_millis(1), Duration::from_secs(60));
+        check((least..=most).contains(&self.deadline), "deadline", "1 ms to 60 s")?;
+        let source = match self.source {
+            Given::Pool(pool) => Source::Given(pool),
+            Given::Info(info) => (*info)
+                // One more than calls, for refunds and checks.
+                .and_then(|info| Source::own(&info, self.deadline, self.in_flight as u32 + 1))
+                .map_err(|error| ConfigError::Address { message: error.to_string() })?,
+        };
+        let has_msetex = AtomicBool::new(false);
+        let server = Arc::new(Server { source, clock: self.clock, has_msetex });
+        let limits =
+            Limits { batch: self.batch, in_flight: self.in_flight, patience: self.deadline };
+        let shared = Shared {
+            lane: Arc::new(Lane::new(server.clone(), limits)),
+            server,
+            guard: Guard::new(&self.breaker, self.deadline, self.hook),
+            prefix: prefix.into(),
+            key: self.key.into(),
+            deadline: self.deadline,
+            instances: self.instances,
+            looked_over: AtomicBool::new(false),
+        };
+        Ok(RedisStore { shared: Arc::new(shared) })
+    }
+}
+
+fn is_namespace(text: &str) -> bool {
+    (1..=64).contains(&text.len())
+        && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte))
+}
+
+impl fmt::Debug for RedisStoreBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RedisStoreBuilder")
+            .field("namespace", &self.namespace)
+            .field("deadline", &self.deadline)
+            .field("batch", &self.batch)
+            .field("in_flight", &self.in_flight)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Address { message } => write!(
+                f,
+                "the server's address cannot be used: {message}; it has to be like \
+                 `redis://user:password@host:6379/0`, `rediss://host` or `unix:///run/redis.sock`"
+            ),
+            Self::Namespace { namespace } => write!(
+                f,
+                "`{}` is no namespace; use 1 to 64 letters, digits, `_`, `.` or `-`",
+                namespace.escape_debug()
+            ),
+            Self::OutOfRange { option, range } => write!(f, "`{option}` has to be {range}"),
+        }
+    }
+}
+
+impl Error for ConfigError {}

@@ -1,0 +1,47 @@
+//! The scripts that decide on the server. They live in `lua/`, where what they share is written once.
+
+use redis::Script;
+use std::sync::LazyLock;
+
+/// The text of a script, and the hash that a server knows it by.
+pub(super) struct KnownScript {
+    pub(super) text: &'static str,
+    pub(super) hash: String,
+}
+
+impl KnownScript {
+    fn new(text: &'static str) -> Self {
+        Self { text, hash: Script::new(text).get_hash().to_owned() }
+    }
+}
+
+/// A script with all that it shares before it.
+macro_rules! with_shared {
+    ($file:literal) => {
+        LazyLock::new(|| {
+            KnownScript::new(concat!(
+                include_str!("../../../lua/shared/prelude.lua"),
+                include_str!("../../../lua/shared/calendar.lua"),
+                include_str!("../../../lua/shared/meter.lua"),
+                include_str!("../../../lua/shared/fixed_window.lua"),
+                include_str!("../../../lua/shared/sliding_window.lua"),
+                include_str!("../../../lua/shared/sliding_log.lua"),
+                include_str!("../../../lua/shared/identity.lua"),
+                include_str!($file),
+            ))
+        })
+    };
+}
+
+/// Decides a batch of requests.
+pub(super) static DECIDE: LazyLock<KnownScript> = with_shared!("../../../lua/decide.lua");
+
+/// Gives back what a request was charged.
+pub(super) static REFUND: LazyLock<KnownScript> = with_shared!("../../../lua/refund.lua");
+
+/// Forgets what is known of those whom a request is for.
+pub(super) static RESET: LazyLock<KnownScript> = with_shared!("../../../lua/reset.lua");
+
+/// Looks for what would be in the way.
+pub(super) static CHECK: LazyLock<KnownScript> =
+    LazyLock::new(|| KnownScript::new(include_str!("../../../lua/check.lua")));
