@@ -44,6 +44,7 @@ where
     F: Fn(&R) -> K + Send + Sync + 'static,
     K: IntoKey,
 {
+    #[inline]
     fn extract(&self, request: &R) -> Result<Key, KeyError> {
         self(request).into_key()
     }

@@ -120,18 +120,13 @@ impl Key {
     #[inline]
     fn new(tag: Tag, bytes: &[u8]) -> Self {
         if bytes.len() > SHORT {
-            return Self::long(tag, bytes);
+            return Self(Encoding::Long(long(tag, bytes)));
         }
         let head = u64::from(tag as u8) | (bytes.len() as u64) << 8;
         let nth = |index| nth_word(bytes, index);
         // Not in a loop, so that they need not be in memory before they are where the key is to be.
         let words = [head, nth(0), nth(1), nth(2), nth(3), nth(4), nth(5)];
         Self(Encoding::Short(Words(words.map(u64::to_le_bytes))))
-    }
-
-    #[cold]
-    fn long(tag: Tag, bytes: &[u8]) -> Self {
-        Self(Encoding::Long([&[tag as u8 | LONG], bytes].concat().into()))
     }
 
     /// Gives the bytes to be hashed; no two keys have the same.
@@ -169,6 +164,12 @@ impl Key {
             Encoding::Long(bytes) => bytes.len() - 1,
         }
     }
+}
+
+/// The encoding of a long key. Not the key itself, which then would have to be in memory already.
+#[cold]
+fn long(tag: Tag, bytes: &[u8]) -> Box<[u8]> {
+    [&[tag as u8 | LONG], bytes].concat().into()
 }
 
 type Bytes = SmallVec<[u8; SHORT]>;
@@ -309,12 +310,14 @@ pub trait IntoKey {
 }
 
 impl IntoKey for Key {
+    #[inline]
     fn into_key(self) -> Result<Key, KeyError> {
         Ok(self)
     }
 }
 
 impl<T: IntoKey> IntoKey for Option<T> {
+    #[inline]
     fn into_key(self) -> Result<Key, KeyError> {
         self.ok_or_else(|| KeyError::missing("the key function found no key in the request"))?
             .into_key()
@@ -322,6 +325,7 @@ impl<T: IntoKey> IntoKey for Option<T> {
 }
 
 impl<T: IntoKey> IntoKey for Result<T, KeyError> {
+    #[inline]
     fn into_key(self) -> Result<Key, KeyError> {
         self?.into_key()
     }
@@ -330,6 +334,7 @@ impl<T: IntoKey> IntoKey for Result<T, KeyError> {
 macro_rules! into_key_from {
     ($($source:ty),*) => {$(
         impl IntoKey for $source {
+            #[inline]
             fn into_key(self) -> Result<Key, KeyError> {
                 Ok(Key::from(self))
             }
@@ -343,6 +348,7 @@ macro_rules! into_key_tuple {
     ($($name:ident)*) => {
         impl<$($name: IntoKey),*> IntoKey for ($($name,)*) {
             #[expect(non_snake_case, reason = "the variables are named after their types")]
+            #[inline]
             fn into_key(self) -> Result<Key, KeyError> {
                 let ($($name,)*) = self;
                 Ok(Key::tuple([$($name.into_key()?),*]))

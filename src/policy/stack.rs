@@ -24,9 +24,6 @@ pub(crate) struct Stack<R: ?Sized> {
     /// The distinct key extractors, each with the indices of the policies that count by it.
     spaces: Vec<Space<R>>,
     secret: Secret,
-    /// How many instances share the quotas, if the state is elsewhere.
-    #[cfg(feature = "redis")]
-    instances: Option<u32>,
 }
 
 /// A policy that was found to be in order.
@@ -35,17 +32,27 @@ struct Entry<R: ?Sized> {
     kind: Kind,
     quota: Quota,
     rule: Rule,
+    missing_key: MissingKey,
+    /// How it is not for all requests alike; `None` where everybody is charged one.
+    terms: Option<Box<Terms<R>>>,
+    /// What a request is charged but for the terms, and with nobody's fingerprint.
+    charge: Charge,
     /// What the rule gives out.
     allotment: Allotment,
-    missing_key: MissingKey,
+    #[cfg(feature = "redis")]
+    failure_mode: FailureMode,
+    /// How many instances share the quota, if the state is elsewhere.
+    #[cfg(feature = "redis")]
+    instances: Option<u32>,
+}
+
+/// What a policy makes of a request, beyond whom it counts.
+struct Terms<R: ?Sized> {
     conditions: Vec<Condition<R>>,
     /// The fingerprints of the keys that the policy does not count.
     exempt: HashSet<Fingerprint>,
     cost: Cost<R>,
     quota_for: Option<QuotaFor<R>>,
-    space: usize,
-    #[cfg(feature = "redis")]
-    failure_mode: FailureMode,
 }
 
 /// The keys of one extractor.
@@ -141,29 +148,34 @@ impl<R: ?Sized + 'static> Stack<R> {
                 spaces.len() - 1
             });
             spaces[space].policies.push(index);
-            entries.push(Entry {
-                name: intern(policy.name),
-                kind: policy.kind,
-                quota: policy.quota,
-                rule,
-                allotment: rule.allotment(),
-                missing_key: policy.missing_key,
+            let name = intern(policy.name);
+            let terms = Terms {
                 conditions: policy.conditions,
                 exempt: policy.exempt.iter().map(|key| secret.fingerprint(key)).collect(),
                 cost: policy.cost,
                 quota_for: policy.quota_for,
-                space,
+            };
+            entries.push(Entry {
+                name,
+                kind: policy.kind,
+                quota: policy.quota,
+                rule,
+                missing_key: policy.missing_key,
+                terms: (!terms.are_plain()).then(|| Box::new(terms)),
+                charge: Charge {
+                    fingerprint: Fingerprint::NOBODY,
+                    policy: index as u32,
+                    space: space as u32,
+                    rule: 0,
+                },
+                allotment: rule.allotment(),
                 #[cfg(feature = "redis")]
                 failure_mode: policy.failure_mode,
+                #[cfg(feature = "redis")]
+                instances: None,
             });
         }
-        Ok(Self {
-            entries,
-            spaces,
-            secret,
-            #[cfg(feature = "redis")]
-            instances: None,
-        })
+        Ok(Self { entries, spaces, secret })
     }
 
     /// What a store in this process has to know of each policy.
@@ -174,9 +186,9 @@ impl<R: ?Sized + 'static> Stack<R> {
     /// The same for a store in this process that stands in for one that is shared by `instances`.
     #[cfg(feature = "redis")]
     pub(crate) fn shared_by(&mut self, instances: u32) -> Result<Vec<Plan>, BuildError> {
-        self.instances = Some(instances);
+        self.entries.iter_mut().for_each(|entry| entry.instances = Some(instances));
         let plan = |entry: &Entry<R>| match Rule::new(entry.kind, &entry.quota.share(instances)) {
-            Ok(rule) if entry.quota_for.is_some() => Ok(entry.plan(rule.varying())),
+            Ok(rule) if entry.varies() => Ok(entry.plan(rule.varying())),
             Ok(rule) => Ok(entry.plan(rule)),
             Err(error) => Err(BuildError::Quota { policy: entry.name.to_owned(), error }),
         };
@@ -232,68 +244,38 @@ impl<R: ?Sized + 'static> Stack<R> {
         outcomes: &mut Outcomes,
         asking: &mut usize,
     ) -> Result<(), Box<Reason>> {
-        for (space_index, space) in self.spaces.iter().enumerate() {
-            let mut found = None;
+        for space in &self.spaces {
+            let (mut key, mut missing) = (None, None);
             for &policy in &space.policies {
                 *asking = policy;
                 let entry = &self.entries[policy];
-                if !entry.conditions.iter().all(|condition| condition(request)) {
+                let terms = entry.terms.as_deref();
+                if terms.is_some_and(|terms| !terms.apply_to(request)) {
                     continue;
                 }
-                let found =
-                    found.get_or_insert_with(|| space.extractor.find_key(request, &self.secret));
-                let fingerprint = match found {
-                    Ok(fingerprint) if entry.is_exempt(fingerprint) => continue,
-                    Ok(fingerprint) => *fingerprint,
-                    Err(error) => match self.without_key(entry, error)? {
-                        Some(fingerprint) => fingerprint,
-                        None => continue,
-                    },
+                if key.is_none() && missing.is_none() {
+                    match space.extractor.find_key(request, &self.secret) {
+                        Ok(found) => key = Some(found),
+                        Err(error) => missing = Some(error),
+                    }
+                }
+                let counted = match &missing {
+                    None => key,
+                    Some(error) => self.without_key(entry, error)?,
                 };
-                let rule = match &entry.quota_for {
-                    None => 0,
-                    Some(quota_for) => self.look_up(entry, quota_for, request, &mut bill.rules)?,
+                let Some(fingerprint) = counted else {
+                    continue;
                 };
-                let cost = match &entry.cost {
-                    Cost::One => 1,
-                    Cost::Of(cost) => cost(request),
-                };
-                bill.charges.push(Charge {
-                    fingerprint,
-                    policy: policy as u32,
-                    space: space_index as u32,
-                    rule,
-                });
-                let quota = match rule {
-                    0 => entry.allotment,
-                    _ => bill.rules[rule as usize - 1].allotment(),
-                };
-                outcomes.push(Outcome::open(entry.name, quota, cost));
+                match terms {
+                    None => {
+                        bill.charges.push(Charge { fingerprint, ..entry.charge });
+                        outcomes.push(Outcome::open(entry.name, entry.allotment, 1));
+                    }
+                    Some(terms) => entry.charge_on(terms, request, fingerprint, bill, outcomes)?,
+                }
             }
         }
         Ok(())
-    }
-
-    /// Looks the quota up that a policy has for a request, and returns which of the bill's rules it
-    /// makes.
-    #[inline(never)]
-    fn look_up(
-        &self,
-        entry: &Entry<R>,
-        quota_for: &QuotaFor<R>,
-        request: &R,
-        rules: &mut Vec<Rule>,
-    ) -> Result<u32, Box<Reason>> {
-        let Some(quota) = quota_for(request) else {
-            return Ok(0);
-        };
-        rules.push(entry.rule_for(&quota)?);
-        let rule = rules.len() as u32;
-        #[cfg(feature = "redis")]
-        if let Some(instances) = self.instances {
-            rules.push(entry.rule_for(&quota.share(instances))?);
-        }
-        Ok(rule)
     }
 
     /// Who is counted by a policy for a request without a key, if anybody.
@@ -331,8 +313,39 @@ impl<R: ?Sized + 'static> Stack<R> {
 }
 
 impl<R: ?Sized> Entry<R> {
-    fn is_exempt(&self, fingerprint: &Fingerprint) -> bool {
-        !self.exempt.is_empty() && self.exempt.contains(fingerprint)
+    /// Whether its quota may be another one from request to request.
+    fn varies(&self) -> bool {
+        self.terms.as_ref().is_some_and(|terms| terms.quota_for.is_some())
+    }
+
+    /// Charges a request on terms.
+    #[inline(never)]
+    fn charge_on(
+        &self,
+        terms: &Terms<R>,
+        request: &R,
+        fingerprint: Fingerprint,
+        bill: &mut Bill,
+        outcomes: &mut Outcomes,
+    ) -> Result<(), Box<Reason>> {
+        if terms.exempt.contains(&fingerprint) {
+            return Ok(());
+        }
+        let mut charge = Charge { fingerprint, ..self.charge };
+        let mut allotment = self.allotment;
+        if let Some(quota) = terms.quota_for.as_ref().and_then(|quota_for| quota_for(request)) {
+            let rule = self.rule_for(&quota)?;
+            allotment = rule.allotment();
+            bill.rules.push(rule);
+            charge.rule = bill.rules.len() as u32;
+            #[cfg(feature = "redis")]
+            if let Some(instances) = self.instances {
+                bill.rules.push(self.rule_for(&quota.share(instances))?);
+            }
+        }
+        bill.charges.push(charge);
+        outcomes.push(Outcome::open(self.name, allotment, terms.cost(request)));
+        Ok(())
     }
 
     /// The rule of a quota that was looked up for a request.
@@ -360,10 +373,10 @@ impl<R: ?Sized> Entry<R> {
 
     fn plan(&self, rule: Rule) -> Plan {
         Plan {
-            space: self.space,
+            space: self.charge.space(),
             kind: self.kind,
             rule,
-            varies: self.quota_for.is_some(),
+            varies: self.varies(),
             log_limit: match self.kind {
                 Kind::SlidingLog => self.log_limit(),
                 _ => 0,
@@ -373,11 +386,30 @@ impl<R: ?Sized> Entry<R> {
 
     /// The largest limit that the policy's log can have.
     fn log_limit(&self) -> usize {
-        let limit = match self.quota_for {
-            Some(_) => crate::algorithm::MAX_LOG_LIMIT,
-            None => self.allotment.limit,
-        };
+        let limit =
+            if self.varies() { crate::algorithm::MAX_LOG_LIMIT } else { self.allotment.limit };
         limit as usize
+    }
+}
+
+impl<R: ?Sized> Terms<R> {
+    /// Whether they come to a cost of one for everybody.
+    fn are_plain(&self) -> bool {
+        self.conditions.is_empty()
+            && self.exempt.is_empty()
+            && matches!(self.cost, Cost::One)
+            && self.quota_for.is_none()
+    }
+
+    fn apply_to(&self, request: &R) -> bool {
+        self.conditions.iter().all(|condition| condition(request))
+    }
+
+    fn cost(&self, request: &R) -> u64 {
+        match &self.cost {
+            Cost::One => 1,
+            Cost::Of(cost) => cost(request),
+        }
     }
 }
 

@@ -206,7 +206,8 @@ trait InWords: Algorithm {
     /// was of another quota.
     fn read(&self, words: &[u64], now_us: u64) -> (Self::State, bool);
 
-    fn write(&self, state: &Self::State, words: &mut [u64]);
+    /// Returns from when on the state can be forgotten.
+    fn write(&self, state: &Self::State, words: &mut [u64]) -> u64;
 }
 
 /// Returns from when on the state can be forgotten, if it had to be put back.
@@ -221,11 +222,7 @@ fn step_on_words<A: InWords>(
     let (mut state, taken_over) = algorithm.read(words, now_us);
     let moved = algorithm.settle(&mut state, now_us);
     let keep = step.take(algorithm, &mut state, now_us, outcome) | taken_over | moved;
-    if !keep {
-        return NOT_KEPT;
-    }
-    algorithm.write(&state, words);
-    words[0]
+    if keep { algorithm.write(&state, words) } else { NOT_KEPT }
 }
 
 /// The same for a log, whose ring is found by the second word.
@@ -267,15 +264,24 @@ impl InWords for Meter {
     }
 
     #[inline(always)]
-    fn write(&self, state: &Self::State, words: &mut [u64]) {
-        (words[0], words[1]) = self.words_of(state);
-        if let [_, _, tick_us, drops_per_tick, drops_per_unit, units] = words {
-            let pace = self.pace();
-            *tick_us = pace.tick_us;
-            *drops_per_tick = pace.drops_per_tick;
-            *drops_per_unit = pace.drops_per_unit;
-            *units = self.units_of(state);
+    fn write(&self, state: &Self::State, words: &mut [u64]) -> u64 {
+        let (empty_at_us, spare) = self.words_of(state);
+        match words {
+            [first, second] => (*first, *second) = (empty_at_us, spare),
+            _ => {
+                let Pace { tick_us, drops_per_tick, drops_per_unit } = self.pace();
+                let counted = [
+                    empty_at_us,
+                    spare,
+                    tick_us,
+                    drops_per_tick,
+                    drops_per_unit,
+                    self.units_of(state),
+                ];
+                words.copy_from_slice(&counted);
+            }
         }
+        empty_at_us
     }
 }
 
@@ -284,8 +290,9 @@ impl InWords for FixedWindow {
         (Self::State { end_us: words[0], count: words[1] }, false)
     }
 
-    fn write(&self, state: &Self::State, words: &mut [u64]) {
+    fn write(&self, state: &Self::State, words: &mut [u64]) -> u64 {
         (words[0], words[1]) = (state.end_us, state.count);
+        words[0]
     }
 }
 
@@ -295,8 +302,9 @@ impl InWords for SlidingWindow {
         (Self::State { start_us, current: words[1], previous: words[2] }, false)
     }
 
-    fn write(&self, state: &Self::State, words: &mut [u64]) {
+    fn write(&self, state: &Self::State, words: &mut [u64]) -> u64 {
         words[0] = state.start_us + self.horizon_us();
         (words[1], words[2]) = (state.current, state.previous);
+        words[0]
     }
 }
