@@ -113,10 +113,14 @@ impl<R: ?Sized + 'static> Limiter<R> {
     ///
     /// [`Rejection`] if the request may not go on; it was charged nothing then.
     pub async fn ready(&self, request: &R) -> Result<Decision, Rejection> {
-        let admitted = self.ask(request, Mode::Charge, true);
-        let (decision, turn) = match admitted {
-            Some(deciding) => deciding.await?,
-            None => self.admit(request)?,
+        let mut turn = None;
+        let decision = match self.ask(request, Mode::Charge, true) {
+            None => self.admit(request, &mut turn)?,
+            Some(deciding) => {
+                let (decision, waits) = deciding.await?;
+                turn = waits;
+                decision
+            }
         };
         if let Some(turn) = turn {
             turn.await;
@@ -250,21 +254,28 @@ impl<R: ?Sized + 'static> Limiter<R> {
         self.shared.store.tracked_keys()
     }
 
-    /// Decides a request; one that has to wait for its turn gets a place in line.
+    /// Decides a request; one that has to wait for its turn gets a place in line, and `turn` is set.
     #[inline]
-    pub(crate) fn admit(&self, request: &R) -> Result<Admitted, Rejection> {
-        let shared = &self.shared;
-        let Some(lines) = &shared.lines else {
-            return self.decide(request, Mode::Charge).map(|decision| (decision, None));
-        };
-        self.admit_in_line(lines, request)
+    pub(crate) fn admit(
+        &self,
+        request: &R,
+        turn: &mut Option<Box<Turn>>,
+    ) -> Result<Decision, Rejection> {
+        match &self.shared.lines {
+            None => self.decide(request, Mode::Charge),
+            Some(lines) => self.admit_in_line(lines, request, turn),
+        }
     }
 
     #[inline(never)]
-    fn admit_in_line(&self, lines: &Lines, request: &R) -> Result<Admitted, Rejection> {
+    fn admit_in_line(
+        &self,
+        lines: &Lines,
+        request: &R,
+        turn: &mut Option<Box<Turn>>,
+    ) -> Result<Decision, Rejection> {
         let shared = &self.shared;
-        let mut turn = None;
-        let decision = self.decide_by(request, |bill, outcomes| {
+        self.decide_by(request, |bill, outcomes| {
             let (mut admitted, mut time_us) = (false, 0);
             let places = lines.join(bill, outcomes, |outcomes| {
                 (admitted, time_us) = shared.acquire(bill, outcomes, Mode::Charge);
@@ -273,11 +284,10 @@ impl<R: ?Sized + 'static> Limiter<R> {
             if !places.is_empty() {
                 let charged = (bill.clone(), Outcomes::from_slice(outcomes));
                 let refund = self.refund_here(time_us);
-                turn = Some(Box::new(Turn::new(lines, places, &shared.clock, charged, refund)));
+                *turn = Some(Box::new(Turn::new(lines, places, &shared.clock, charged, refund)));
             }
             (admitted, time_us)
-        })?;
-        Ok((decision, turn))
+        })
     }
 
     /// Gives back what was charged in this process at `time_us`.

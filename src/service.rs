@@ -80,8 +80,9 @@ where
             let (limits, request) = (limits.clone(), Request::from_parts(parts, body));
             return ResponseFuture::deciding(deciding, self.take_ready(), request, limits);
         }
-        let (decision, turn) = match limits.limiter.admit(&parts) {
-            Ok(admitted) => admitted,
+        let mut turn = None;
+        let decision = match limits.limiter.admit(&parts, &mut turn) {
+            Ok(decision) => decision,
             Err(rejection) => {
                 let response = limits.reject(rejection, &parts);
                 // What readiness reserved is for others now.
@@ -116,13 +117,14 @@ where
         if let Some(deciding) = self.shared.ask(&request, Mode::Charge, true) {
             return CallFuture::deciding(deciding, self.take_ready(), request);
         }
-        match self.shared.admit(&request) {
-            Ok((_, None)) => CallFuture::running(self.inner.call(request)),
-            Ok((_, Some(turn))) => CallFuture::waiting(turn, self.take_ready(), request),
-            Err(rejection) => {
-                drop(self.take_ready());
-                CallFuture::rejected(rejection)
-            }
+        let mut turn = None;
+        if let Err(rejection) = self.shared.admit(&request, &mut turn) {
+            drop(self.take_ready());
+            return CallFuture::rejected(rejection);
+        }
+        match turn {
+            None => CallFuture::running(self.inner.call(request)),
+            Some(turn) => CallFuture::waiting(turn, self.take_ready(), request),
         }
     }
 }

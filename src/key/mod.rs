@@ -125,7 +125,9 @@ impl Key {
         let head = u64::from(tag as u8) | (bytes.len() as u64) << 8;
         let nth = |index| nth_word(bytes, index);
         // Not in a loop, so that they need not be in memory before they are where the key is to be.
-        let words = [head, nth(0), nth(1), nth(2), nth(3), nth(4), nth(5)];
+        let [fourth, fifth, sixth] =
+            if bytes.len() > 24 { [nth(3), nth(4), nth(5)] } else { [0; 3] };
+        let words = [head, nth(0), nth(1), nth(2), fourth, fifth, sixth];
         Self(Encoding::Short(Words(words.map(u64::to_le_bytes))))
     }
 

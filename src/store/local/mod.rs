@@ -186,17 +186,18 @@ impl Local {
         let Some(first) = charges.first() else {
             return true;
         };
+        let of_space = first_space(charges);
         let mut shard = self.hold(first);
         let mut decide = Decide::new(charging);
-        if !self.step(&mut shard, case, charges, outcomes, &mut decide) {
+        if !self.step(&mut shard, case, of_space, outcomes, &mut decide) {
             return self.decide_new(shard, case, charges, outcomes, charging);
         }
         let mut admitted = decide.admitted;
-        if !is_one_space(charges) {
+        if of_space.len() < charges.len() {
             admitted &= self.decide_rest(case, charges, outcomes, charging && admitted);
         }
         if charging && !admitted {
-            self.take_back(&mut shard, case, charges, outcomes);
+            self.take_back(&mut shard, case, of_space, outcomes);
         }
         shard.limit_logs(first.fingerprint, case.now_us);
         admitted
@@ -235,7 +236,7 @@ impl Local {
         if charging && admitted && costs {
             let fingerprint = charges[0].fingerprint;
             shard.insert(fingerprint, case.now_us);
-            self.step(&mut shard, case, charges, outcomes, &mut Decide::new(true));
+            self.step(&mut shard, case, of_space, outcomes, &mut Decide::new(true));
             shard.limit_logs(fingerprint, case.now_us);
         }
         admitted
@@ -264,16 +265,17 @@ impl Local {
         let mut refund = Refund { spent_us, lengths_us: Lengths::new() };
         let mut done = 0;
         while let Some(first) = bill.charges.get(done) {
-            let (charges, outcomes) = (&bill.charges[done..], &mut outcomes[done..]);
-            self.step(&mut self.hold(first), &case, charges, outcomes, &mut refund);
-            done += first_space(charges).len();
+            let of_space = first_space(&bill.charges[done..]);
+            let outcomes = &mut outcomes[done..];
+            self.step(&mut self.hold(first), &case, of_space, outcomes, &mut refund);
+            done += of_space.len();
             // For those who are not known.
             refund.lengths_us.resize(done, 0);
         }
         refund.lengths_us
     }
 
-    /// Takes the same step on each charge of the first space, if the entry is there.
+    /// Takes the same step on each of the charges of one space, if the entry is there.
     #[inline(always)]
     fn step(
         &self,
@@ -286,7 +288,6 @@ impl Local {
         let Some(entry) = shard.table.get_mut(charges[0].fingerprint) else {
             return false;
         };
-        let charges = first_space(charges);
         let fresh_at_us = self.step_each(case, entry, &mut shard.rings, charges, outcomes, step);
         shard.earliest_fresh_us = shard.earliest_fresh_us.min(fresh_at_us);
         true
@@ -344,20 +345,15 @@ impl fmt::Debug for Local {
     }
 }
 
-/// The charges of the first space.
+/// The charges of the first space, of some at least.
 #[inline(always)]
 fn first_space(charges: &[Charge]) -> &[Charge] {
-    if is_one_space(charges) {
+    let of_first = |charge: &Charge| charge.space == charges[0].space;
+    // Nearly all requests are counted in one space.
+    if charges.last().is_some_and(of_first) {
         return charges;
     }
-    let end = charges.partition_point(|charge| charge.space == charges[0].space);
-    &charges[..end]
-}
-
-/// Whether there are no charges of another space than the first. That is so for nearly all requests.
-#[inline(always)]
-fn is_one_space(charges: &[Charge]) -> bool {
-    charges.first().map(Charge::space) == charges.last().map(Charge::space)
+    &charges[..charges.partition_point(of_first)]
 }
 
 /// What a request is to be held against if not the policies' own rules, and when.
