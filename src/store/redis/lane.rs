@@ -42,7 +42,7 @@ pub(super) struct Limits {
 }
 
 /// A call has no more charges than this: the script holds so many keys at a time.
-const MOST_CHARGES: usize = 2_000;
+const MOST_CHARGES: usize = 1_500;
 
 #[derive(Debug, Default)]
 struct Queue {
