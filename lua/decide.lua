@@ -12,7 +12,7 @@
 -- TTL      a key expires when all of its states equal those of a caller never seen, or later. Where
 --          nothing was charged, nothing is written, unless a state had to be brought to another quota
 --          or back from the future of a clock that was put back.
-local requests = ARGV[2]
+local requests, names = ARGV[2], KEYS
 local identities_count, has_msetex, at = unpack('<I2B', requests)
 local rules = read_rules(ARGV[1])
 read_identities(identities_count)
@@ -32,16 +32,18 @@ while at <= last do
     key, rule = key + key_high * 256, rules[rule + rule_high * 256]
     at = at + 7
     if cost == 255 then cost, at = unpack('<I7', requests, at) end
-    settle(key, rule, KEYS[ring + ring_high * 256])
-    local kind = rule.kind
-    admitted = kind.fits(rule, key, cost) and admitted
-    n = kind.tell(rule, key, cost, told, n)
+    if not rule.states[key] then settle(key, rule, names[ring + ring_high * 256]) end
+    local fits
+    n, fits = rule.kind.ask(rule, key, cost, told, n)
+    if not fits then admitted = false end
     keys[i], charged[i], costs[i] = key, rule, cost
   end
   if admitted then
     bits = bits + bit
-    for i = 1, charging and count or 0 do
-      if costs[i] > 0 then charge(keys[i], charged[i], costs[i]) end
+    if charging then
+      for i = 1, count do
+        if costs[i] > 0 then charge(keys[i], charged[i], costs[i]) end
+      end
     end
   end
   bit = bit * 2

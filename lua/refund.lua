@@ -18,7 +18,7 @@ while at <= #charges do
   local rule = rules[index]
   -- Of one who is not known, nothing is left to give back.
   if values[key] then
-    settle(key, rule, KEYS[ring])
+    if not rule.states[key] then settle(key, rule, KEYS[ring]) end
     rule.kind.refund(rule, key, cost, spent_us, then_told)
     changed[key] = true
     if kept[rule] then kept[rule][key] = nil end

@@ -15,7 +15,7 @@ while at <= #charges do
   local key, index, ring
   key, index, ring, at = unpack('<I2I2I2', charges, at)
   local rule = rules[index]
-  settle(key, rule, KEYS[ring])
+  if not rule.states[key] then settle(key, rule, KEYS[ring]) end
   rule.states[key], changed[key] = nil, true
   if ring > 0 then call('DEL', KEYS[ring]) end
 end

@@ -29,17 +29,15 @@ local function define_fixed_window()
     return true, far_ahead
   end
 
-  local function fits(rule, key, cost)
-    return rule.states[key] + cost <= rule.limit or cost == 0
+  -- Whether there is room. Tells the state as it is before.
+  local function ask(rule, key, cost, told, n)
+    local count = rule.states[key]
+    told[n + 1], told[n + 2] = rule.ends[key], count
+    return n + 2, count + cost <= rule.limit or cost == 0
   end
 
   local function charge(rule, key, cost)
     rule.states[key] = rule.states[key] + cost
-  end
-
-  local function tell(rule, key, cost, told, n)
-    told[n + 1], told[n + 2] = rule.ends[key], rule.states[key]
-    return n + 2
   end
 
   local function write(rule, key)
@@ -60,9 +58,8 @@ local function define_fixed_window()
     prepare = prepare,
     start = start,
     read = read,
-    fits = fits,
+    ask = ask,
     charge = charge,
-    tell = tell,
     write = write,
     refund = refund,
   }

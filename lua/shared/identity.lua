@@ -101,7 +101,6 @@ end
 
 -- Brings the state of a rule's policy for an identity to the present.
 local function settle(key, rule, ring)
-  if rule.states[key] then return end
   local value, at = values[key], nexts[key] or 1
   if not value and not rule.twins then return rule.kind.start(rule, key, ring) end
   local after = at + rule.length

@@ -91,17 +91,15 @@ local function define_meter()
     return is_ours and keep
   end
 
-  local function fits(rule, key, cost)
-    return rule.states[key] + cost * rule.drops_per_unit <= rule.capacity or cost == 0
+  -- Whether there is room. Tells the state as it is before.
+  local function ask(rule, key, cost, told, n)
+    local level = rule.states[key]
+    told[n + 1] = level
+    return n + 1, level + cost * rule.drops_per_unit <= rule.capacity or cost == 0
   end
 
   local function charge(rule, key, cost)
     rule.states[key] = rule.states[key] + cost * rule.drops_per_unit
-  end
-
-  local function tell(rule, key, cost, told, n)
-    told[n + 1] = rule.states[key]
-    return n + 1
   end
 
   -- A bucket that holds more than a full one, by another quota, says so, or it would look like one of
@@ -141,9 +139,8 @@ local function define_meter()
     start = start,
     read = read,
     take_over = take_over,
-    fits = fits,
+    ask = ask,
     charge = charge,
-    tell = tell,
     write = write,
     refund = refund,
   }

@@ -93,8 +93,14 @@ local function define_sliding_log()
     return true, moved
   end
 
-  local function fits(rule, key, cost)
-    return rule.states[key].length + cost <= rule.limit or cost == 0
+  -- Whether there is room. Tells the state as it is before.
+  local function ask(rule, key, cost, told, n)
+    local log = rule.states[key]
+    local last = cost <= rule.limit and log.length + cost - rule.limit - 1 or -1
+    told[n + 1] = log.length
+    told[n + 2] = time_at(log, max(log.length - rule.limit, 0))
+    told[n + 3] = time_at(log, last)
+    return n + 3, log.length + cost <= rule.limit or cost == 0
   end
 
   local function charge(rule, key, cost)
@@ -116,15 +122,6 @@ local function define_sliding_log()
       cost, start = cost - length, 0
     end
     call('PEXPIRE', log.ring, ttl_ms(time + rule.window_us))
-  end
-
-  local function tell(rule, key, cost, told, n)
-    local log = rule.states[key]
-    local last = cost <= rule.limit and log.length + cost - rule.limit - 1 or -1
-    told[n + 1] = log.length
-    told[n + 2] = time_at(log, max(log.length - rule.limit, 0))
-    told[n + 3] = time_at(log, last)
-    return n + 3
   end
 
   local function write(rule, key)
@@ -155,9 +152,8 @@ local function define_sliding_log()
     prepare = prepare,
     start = start,
     read = read,
-    fits = fits,
+    ask = ask,
     charge = charge,
-    tell = tell,
     write = write,
     refund = refund,
   }

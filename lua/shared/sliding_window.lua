@@ -43,19 +43,17 @@ local function define_sliding_window()
     return true, moved
   end
 
-  local function fits(rule, key, cost)
-    local left = rule.window - floor(max(now - rule.starts[key], 0) / rule.tick_us)
-    local used = rule.states[key] * rule.window + rule.previous[key] * left
-    return cost * rule.window <= max(rule.limit * rule.window - used, 0)
+  -- Whether there is room. Tells the state as it is before.
+  local function ask(rule, key, cost, told, n)
+    local start, current, previous = rule.starts[key], rule.states[key], rule.previous[key]
+    told[n + 1], told[n + 2], told[n + 3] = start, current, previous
+    local left = rule.window - floor(max(now - start, 0) / rule.tick_us)
+    local used = current * rule.window + previous * left
+    return n + 3, cost * rule.window <= max(rule.limit * rule.window - used, 0)
   end
 
   local function charge(rule, key, cost)
     rule.states[key] = rule.states[key] + cost
-  end
-
-  local function tell(rule, key, cost, told, n)
-    told[n + 1], told[n + 2], told[n + 3] = rule.starts[key], rule.states[key], rule.previous[key]
-    return n + 3
   end
 
   local function write(rule, key)
@@ -76,9 +74,8 @@ local function define_sliding_window()
     prepare = prepare,
     start = start,
     read = read,
-    fits = fits,
+    ask = ask,
     charge = charge,
-    tell = tell,
     write = write,
     refund = refund,
   }
