@@ -15,10 +15,10 @@ use std::{net::SocketAddr, time::Duration};
 use tokio::{sync::mpsc, time::Instant};
 
 /// How many clients each instance has.
-const CLIENTS: usize = 4;
+const CLIENTS: usize = 8;
 
 /// How long a client waits between two requests. So an instance gets some hundreds a second.
-const PAUSE: Duration = Duration::from_millis(8);
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// What the clients of all instances saw.
 pub(crate) struct Run {
@@ -49,6 +49,13 @@ impl Run {
 
     pub(crate) fn admitted(&self) -> u64 {
         self.tallies.iter().map(|tally| tally.admitted).sum()
+    }
+
+    /// From the first decision to the last, by the clock that they were made by.
+    pub(crate) fn span(&self) -> Duration {
+        let times = || self.decisions.iter().map(|decision| decision.time_us);
+        let span_us = times().max().unwrap_or(0) - times().min().unwrap_or(0);
+        Duration::from_micros(span_us)
     }
 
     pub(crate) fn per_second(&self, count: u64) -> f64 {

@@ -48,16 +48,19 @@ pub(crate) fn explain(local: &Run, redis: &Run) {
         let shares: Vec<_> = run.tallies.iter().map(|tally| tally.admitted.to_string()).collect();
         shares.join(", ")
     };
+    let span = redis.span();
+    let most = BURST + span.as_micros() as u64 * RATE / 1_000_000;
     println!(
         "With local state each instance counts for itself, and each keeps its word: they admitted
-{} requests in {:.1} s. But whoever calls all of them gets {INSTANCES} times the limit, and more
-with every instance that is added.
+{} requests in {:.1} s. But whoever calls all of them gets {INSTANCES} times the
+limit, and more with every instance that is added.
 
-With state in Redis there is one bucket for all, which is asked once for each request, or for all
-that wait at the same time: the instances admitted {} requests in {:.1} s, in what shares ever
-they came. That is the burst of {BURST} and {RATE} for each second between the first and the last
-decision. Each decision is compared with that of a plain model of one bucket, in the order of the
-times that Redis decided at.
+With state in Redis there is one bucket for all. Each request asks it, or all those together that wait
+at an instance at the same time. The instances admitted {} requests, in what
+shares ever they came, {} in all. The burst of {BURST} and {RATE} for each of the {:.3} seconds from the
+first decision to the last make {most}. And each decision was compared with that of a plain
+model of one bucket, in the order of the times that Redis decided at: see
+examples/four_instances/model.rs.
 
 The difference in code is one line, `.store(RedisStore::builder(url).build()?)`: see
 examples/four_instances/instance.rs.
@@ -65,6 +68,7 @@ examples/four_instances/instance.rs.
         shares(local),
         local.time.as_secs_f64(),
         shares(redis),
-        redis.time.as_secs_f64(),
+        redis.admitted(),
+        span.as_secs_f64(),
     );
 }
