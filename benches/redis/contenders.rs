@@ -1,14 +1,16 @@
 //! Who decides.
 
 use crate::secs;
-use std::{future::Future, pin::Pin, process::Command, sync::Arc};
+use std::{future::Future, pin::Pin, process::Command, sync::Arc, time::Duration};
 use tollgate::{
     FailureMode, Limiter, Policy, Quota,
     key::Key,
     redis::{
         RedisStore, RedisStoreBuilder,
         bb8_redis::{RedisConnectionManager, bb8::Pool},
-        client::{Client, Script, aio::MultiplexedConnection, cmd},
+        client::{
+            AsyncConnectionConfig, Client, RedisError, Script, aio::MultiplexedConnection, cmd,
+        },
     },
 };
 
@@ -32,10 +34,12 @@ fn key(caller: usize) -> String {
     format!("customer:{caller:011}")
 }
 
-/// A store as the defaults have it, but for a machine that is busy: a decision that comes late is late,
-/// not somebody else's.
+/// How long to wait for an answer. On a busy machine one that comes late is just late.
+const PATIENCE: Duration = secs(10);
+
+/// A store as the defaults have it, but for its deadline.
 pub(crate) fn store(url: &str) -> RedisStoreBuilder {
-    RedisStore::builder(url).deadline(secs(5))
+    RedisStore::builder(url).deadline(PATIENCE)
 }
 
 /// Token buckets in a store.
@@ -69,7 +73,7 @@ pub(crate) async fn plain(url: &str, quotas: &[Quota]) -> Decide {
     let plain = Plain::new(quotas);
     Arc::new(move |caller| {
         let (plain, mut connection) = (plain.clone(), connection.clone());
-        Box::pin(async move { plain.decide(caller, &mut connection).await })
+        Box::pin(async move { plain.decide(caller, &mut connection).await.unwrap() })
     })
 }
 
@@ -81,8 +85,14 @@ pub(crate) async fn pool(url: &str, quotas: &[Quota]) -> Decide {
     Arc::new(move |caller| {
         let (plain, pool) = (plain.clone(), pool.clone());
         Box::pin(async move {
-            let mut connection = pool.get().await.unwrap();
-            plain.decide(caller, &mut connection).await;
+            // By the defaults an answer is waited for for half a second. On a busy machine some are late.
+            loop {
+                if let Ok(mut connection) = pool.get().await
+                    && plain.decide(caller, &mut connection).await.is_ok()
+                {
+                    return;
+                }
+            }
         })
     })
 }
@@ -106,13 +116,18 @@ impl Plain {
         Self { script, buckets: quotas.iter().map(bucket).collect() }
     }
 
-    async fn decide(&self, caller: usize, connection: &mut MultiplexedConnection) {
+    async fn decide(
+        &self,
+        caller: usize,
+        connection: &mut MultiplexedConnection,
+    ) -> Result<(), RedisError> {
         for (index, (interval, burst)) in self.buckets.iter().enumerate() {
             let mut call = self.script.key(format!("gcra:{index}:{}", key(caller)));
             call.arg(interval).arg(burst);
-            let (admitted, _, _): (u8, u64, u64) = call.invoke_async(connection).await.unwrap();
+            let (admitted, _, _): (u8, u64, u64) = call.invoke_async(connection).await?;
             assert_eq!(admitted, 1, "everything is admitted");
         }
+        Ok(())
     }
 }
 
@@ -126,7 +141,9 @@ pub(crate) async fn ping(url: &str) -> Decide {
 }
 
 pub(crate) async fn connect(url: &str) -> MultiplexedConnection {
-    Client::open(url).unwrap().get_multiplexed_async_connection().await.unwrap()
+    let config = AsyncConnectionConfig::new().set_response_timeout(Some(PATIENCE));
+    let client = Client::open(url).unwrap();
+    client.get_multiplexed_async_connection_with_config(&config).await.unwrap()
 }
 
 /// limitador's storage in Redis, in a program of its own; see benches/limitador. Decisions a second of

@@ -9,6 +9,7 @@ use crate::{
     support::{median, result},
 };
 use std::time::Duration;
+use tollgate::redis::RedisStore;
 
 /// Every contender runs once in each round, and the median of a contender's rounds is its figure.
 const ROUNDS: usize = 5;
@@ -24,7 +25,7 @@ pub(crate) async fn measure(flavour: Flavour) {
         let store = contenders::store(url).build().unwrap();
         // It has to be known what the server can do.
         store.check().await.unwrap();
-        let tollgate = contenders::tollgate(store, &quotas);
+        let tollgate = contenders::tollgate(store.clone(), &quotas);
         let plain = contenders::plain(url, &quotas).await;
         let pool = contenders::pool(url, &quotas).await;
         for keys in [KEYS, 1] {
@@ -41,7 +42,7 @@ pub(crate) async fn measure(flavour: Flavour) {
                 if is_main {
                     contenders.push(("bb8-redis", pool.clone()));
                 }
-                let case = Case { flavour, policies, crowd, server: &server };
+                let case = Case { flavour, policies, crowd, server: &server, store: &store };
                 case.measure(&contenders, is_main).await;
             }
         }
@@ -60,6 +61,7 @@ struct Case<'a> {
     policies: usize,
     crowd: Crowd,
     server: &'a Server,
+    store: &'a RedisStore,
 }
 
 impl Case<'_> {
@@ -75,6 +77,7 @@ impl Case<'_> {
         for (_, decide) in contenders {
             drive(decide, crowd, 0, RUN / 3).await;
         }
+        let before = self.store.calls();
         for round in 1..=ROUNDS {
             for (index, (_, decide)) in contenders.iter().enumerate() {
                 let before = server_cpu_us(server);
@@ -93,6 +96,8 @@ impl Case<'_> {
                 limitador.extend(run.await);
             }
         }
+        let after = self.store.calls();
+        let per_call = (after.1 - before.1) as f64 / (after.0 - before.0) as f64;
         let seen: Vec<_> = rounds.iter().map(|rounds| Seen::median(rounds)).collect();
 
         let name = self.name();
@@ -116,6 +121,7 @@ impl Case<'_> {
                 median(server_us),
             );
         }
+        println!("  tollgate: {per_call:.1} decisions in a call");
     }
 
     fn name(&self) -> String {
