@@ -249,7 +249,7 @@ impl Reply {
         }
     }
 
-    fn read(from: &mut impl BufRead) -> io::Result<Self> {
+    pub(crate) fn read(from: &mut impl BufRead) -> io::Result<Self> {
         let mut line = String::new();
         from.read_line(&mut line)?;
         let line = line.strip_suffix("\r\n").ok_or(ErrorKind::UnexpectedEof)?;
