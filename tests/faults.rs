@@ -1,0 +1,3 @@
+//! What happens when the server is not well.
+
+mod support;
