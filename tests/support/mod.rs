@@ -7,6 +7,7 @@ pub(crate) mod crowd;
 pub(crate) mod fleet;
 pub(crate) mod net;
 pub(crate) mod proxy;
+pub(crate) mod puppet;
 pub(crate) mod server;
 pub(crate) mod stacks;
 
