@@ -148,6 +148,7 @@ async fn a_server_that_is_killed_and_comes_back_empty() {
         assert!(instance.admits("u").await);
         server.kill();
         let error = instance.goes_down().await;
+        println!("{error}");
         assert!(error.contains("onnection"), "{error}");
         server.restart();
         instance.comes_back().await;

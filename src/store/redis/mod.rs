@@ -250,6 +250,10 @@ impl Failure for StoreError {
     fn is_outage(&self) -> bool {
         Self::is_outage(self)
     }
+
+    fn is_late(&self) -> bool {
+        *self == Self::Late
+    }
 }
 
 // === impl RedisStoreBuilder ===
