@@ -18,7 +18,7 @@ use redis::{
 use std::{
     fmt,
     sync::{
-        Arc, OnceLock,
+        Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
     time::Duration,
@@ -35,7 +35,7 @@ pub(super) enum Source {
 pub(super) struct OwnPool {
     manager: Manager,
     size: u32,
-    pool: OnceLock<Pool<Manager>>,
+    pool: Mutex<Option<Pool<Manager>>>,
     last_error: LastError,
 }
 
@@ -49,7 +49,7 @@ impl Source {
         let tcp = TcpSettings::default().set_nodelay(true);
         let info = info.clone().set_redis_settings(settings).set_tcp_settings(tcp);
         let manager = Manager { client: Client::open(info)?, patience };
-        let (pool, last_error) = (OnceLock::new(), LastError::default());
+        let (pool, last_error) = (Mutex::default(), LastError::default());
         Ok(Self::Own(Box::new(OwnPool { manager, size, pool, last_error })))
     }
 
@@ -72,26 +72,43 @@ impl Source {
 
 impl OwnPool {
     async fn query(&self, command: &Cmd) -> Result<Value, StoreError> {
-        let pool = self.pool.get_or_init(|| {
-            Pool::builder()
-                .max_size(self.size)
-                .connection_timeout(self.manager.patience)
-                .test_on_check_out(false)
-                .max_lifetime(None)
-                .idle_timeout(None)
-                .error_sink(Box::new(self.last_error.clone()))
-                .build_unchecked(self.manager.clone())
-        });
+        let pool = self.pool();
         loop {
             let mut connection = pool.get().await.map_err(|error| match error {
                 RunError::User(error) => StoreError::from(&error),
-                RunError::TimedOut => self.last_error.take(),
+                RunError::TimedOut => self.no_connection(&pool),
             })?;
             // One that was closed while it lay idle goes back to be thrown away.
             if !connection.is_broken() {
                 return connection.query(command).await;
             }
         }
+    }
+
+    fn pool(&self) -> Pool<Manager> {
+        let make = || {
+            Pool::builder()
+                .max_size(self.size)
+                // A little less than the deadline, so that there is time to say what is wrong.
+                .connection_timeout(self.manager.patience * 9 / 10)
+                .test_on_check_out(false)
+                .max_lifetime(None)
+                .idle_timeout(None)
+                .error_sink(Box::new(self.last_error.clone()))
+                .build_unchecked(self.manager.clone())
+        };
+        self.pool.lock().get_or_insert_with(make).clone()
+    }
+
+    /// Why the pool gave no connection in time.
+    fn no_connection(&self, pool: &Pool<Manager>) -> StoreError {
+        self.last_error.take().unwrap_or_else(|| {
+            // It may wait for connections that a runtime was making when it was shut down.
+            if pool.state().connections == 0 {
+                *self.pool.lock() = None;
+            }
+            StoreError::no_connection("no connection in time")
+        })
     }
 }
 
@@ -185,9 +202,8 @@ impl ManageConnection for Manager {
 pub(super) struct LastError(Arc<Mutex<Option<StoreError>>>);
 
 impl LastError {
-    fn take(&self) -> StoreError {
-        let error = self.0.lock().take();
-        error.unwrap_or_else(|| StoreError::no_connection("no connection in time"))
+    fn take(&self) -> Option<StoreError> {
+        self.0.lock().take()
     }
 }
 
