@@ -23,8 +23,8 @@ use tokio::{
     time::{Instant, timeout},
 };
 use tollgate::{
-    FailureMode, Limiter, ManualClock, Policy, Quota, Reason,
-    redis::{RedisStore, RedisStoreBuilder, StateChange, StoreError, Warning},
+    FailureMode, Limiter, ManualClock, Policy, Quota,
+    redis::{RedisStore, RedisStoreBuilder, StateChange, Warning},
 };
 
 /// How long requests wait for the server here.

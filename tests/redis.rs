@@ -14,7 +14,9 @@ use support::{
     fleet::{
         ask, calls_of, crowd, is_admitted, left, lifetimes, names, patient, until, users, users_by,
     },
-    get, grpc, inputs, ms, ok, secs,
+    get, grpc, inputs, ms, ok,
+    puppet::Puppet,
+    secs,
     server::{Flavour, Reply, Server},
     stacks::{ALGORITHMS, Algorithm, everybody, stack, traffic, with_policies},
     us, with,
@@ -27,7 +29,7 @@ use tollgate::{
     BuildError, CallError, Decision, FailureMode, Limiter, LocalStore, ManualClock, Policy, Quota,
     RateLimitLayer, Reason, Rejection,
     key::{BearerToken, Global, Header, Path},
-    redis::{ConfigError, RedisStore},
+    redis::{ConfigError, RedisStore, Warning},
     reply::{Headers, LegacyReset},
 };
 use tower::{Layer, ServiceExt, service_fn};
@@ -1133,4 +1135,327 @@ async fn cancelled_requests_lose_no_connections() {
         let count = clients.text().lines().count();
         assert!(count <= 2 + 2 + 1, "{}", clients.text());
     }
+}
+
+// === before limits are trusted to a server ===
+
+#[tokio::test]
+async fn a_server_that_is_as_it_should_be_is_not_warned_of() {
+    for flavour in Flavour::ALL {
+        let server = Server::start(flavour);
+        let store = patient(&server).namespace("a").build().unwrap();
+        assert_eq!(store.check().await.unwrap(), [], "{flavour:?}");
+        until("nothing is left", async || names(&server).is_empty()).await;
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_evicts_is_warned_of() {
+    for flavour in Flavour::ALL {
+        let server = Server::with(flavour, &["--maxmemory-policy", "volatile-ttl"]);
+        let warnings = store(&server).check().await.unwrap();
+        assert_eq!(warnings, [Warning::Eviction { policy: "volatile-ttl".to_owned() }]);
+        let text = warnings[0].to_string();
+        assert!(text.contains("volatile-ttl") && text.contains("noeviction"), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn a_replica_is_warned_of() {
+    for flavour in Flavour::ALL {
+        let server = Server::start(flavour);
+        server.command(&["REPLICAOF", "127.0.0.1", "1"]);
+        let warnings = store(&server).check().await.unwrap();
+        assert_eq!(warnings, [Warning::Replica], "{flavour:?}");
+        assert!(warnings[0].to_string().contains("primary"));
+    }
+}
+
+#[tokio::test]
+async fn a_clock_that_is_far_off_is_warned_of() {
+    // What the script says, and then what INFO does.
+    let now = time_of(&redis());
+    for (server_time, far_off) in [(now, false), (now + secs(90), true), (now - secs(90), true)] {
+        let time = server_time.as_micros().to_string();
+        let answer = format!("*2\r\n${}\r\n{time}\r\n$1\r\n0\r\n", time.len());
+        let puppet = Puppet::start(answer.as_bytes()).await;
+        let store = RedisStore::builder(puppet.url()).deadline(secs(20)).build().unwrap();
+        match &store.check().await.unwrap()[..] {
+            [] => assert!(!far_off),
+            [warning @ Warning::ClockApart { by }] => {
+                assert!(far_off && *by > secs(60) && *by < secs(120), "{by:?}");
+                assert!(warning.to_string().contains("apart"));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_is_not_there_cannot_be_looked_over() {
+    let mut server = redis();
+    server.kill();
+    let store = RedisStore::builder(server.url()).build().unwrap();
+    let error = store.check().await.unwrap_err();
+    assert!(error.to_string().contains("onnection"), "{error}");
+}
+
+// === ways to a server ===
+
+#[tokio::test]
+async fn a_server_is_found_by_its_socket_its_database_and_its_user() {
+    for flavour in Flavour::ALL {
+        let server = Server::start(flavour);
+        server.command(&["ACL", "SETUSER", "app", "on", ">p%w", "~tg:*", "+@all"]);
+        let (port, path) = (server.port(), server.unix_path().display().to_string());
+        let urls = [
+            format!("redis://127.0.0.1:{port}"),
+            format!("redis://localhost:{port}/0"),
+            format!("redis://127.0.0.1:{port}/3"),
+            format!("redis://app:p%25w@127.0.0.1:{port}/4"),
+            format!("redis://127.0.0.1:{port}/?protocol=resp2"),
+            format!("unix://{path}"),
+            format!("unix://{path}?db=5"),
+            format!("redis+unix://{path}?user=app&pass=p%25w&db=6"),
+        ];
+        for url in urls {
+            let builder = RedisStore::builder(&url[..]).deadline(secs(20));
+            let store = builder.build().unwrap_or_else(|error| panic!("{url}: {error}"));
+            let limiter = users(&store, [Policy::token_bucket("p", Quota::per_hour(2))]);
+            limiter.reset_async("u").await.unwrap();
+            assert_eq!(ask(&limiter, "u", 3).await, [true, true, false], "{url} {flavour:?}");
+            assert_eq!(store.health().failed, 0, "{url}");
+            assert_eq!(store.check().await.unwrap(), [], "{url}");
+        }
+        let keyspace = server.command(&["INFO", "keyspace"]);
+        for database in ["db0", "db3", "db4", "db5", "db6"] {
+            assert!(keyspace.text().contains(database), "{database}: {}", keyspace.text());
+        }
+    }
+}
+
+/// The application has to bring what TLS needs; nobody does here. It is told so, nothing is said in the
+/// clear, and the failure modes answer.
+#[tokio::test]
+async fn tls_without_a_crypto_provider() {
+    let server = redis();
+    let url = format!("rediss://127.0.0.1:{}", server.port());
+    let store = RedisStore::builder(url).build().unwrap();
+    let limiter = users(&store, [Policy::token_bucket("p", Quota::per_hour(3))]);
+    assert_eq!(ask(&limiter, "u", 10).await, [&[true; 3][..], &[false; 7]].concat());
+    let health = store.health();
+    assert_eq!(health.decided, 0);
+    assert!(!health.is_up, "{health:?}");
+    let error = store.check().await.unwrap_err();
+    assert!(error.to_string().contains("CryptoProvider"), "{error}");
+    assert_eq!(calls_of(&server, "evalsha"), 0);
+}
+
+#[tokio::test]
+async fn a_pool_of_the_application_serves() {
+    for flavour in Flavour::ALL {
+        let mut server = Server::start(flavour);
+        let manager = RedisConnectionManager::new(server.url()).unwrap();
+        let by_default = bb8_redis::bb8::Pool::builder().build(manager.clone()).await.unwrap();
+        let small = bb8_redis::bb8::Pool::builder().max_size(1).test_on_check_out(false);
+        let small = small.build(manager).await.unwrap();
+        for (pool, heals) in [(by_default, true), (small, false)] {
+            let builder = RedisStore::from_pool(pool.clone()).deadline(secs(20));
+            let store = builder.retry_every(ms(10), ms(20)).build().unwrap();
+            let limiter = users(&store, [Policy::token_bucket("p", Quota::per_hour(100))]);
+            limiter.reset_async("u").await.unwrap();
+            assert_eq!(crowd(&limiter, "u", 150).await, 100);
+            assert_eq!(store.check().await.unwrap(), []);
+            assert_eq!(store.health().failed, 0);
+            if heals {
+                server.restart();
+                let works = async || {
+                    let before = store.health().decided;
+                    let _ = limiter.check_async("u").await;
+                    store.health().decided > before
+                };
+                until("connections are replaced", works).await;
+            }
+        }
+    }
+}
+
+#[test]
+fn settings_that_cannot_be_are_named() {
+    let builder = || RedisStore::builder("redis://127.0.0.1");
+    let out_of_range = [
+        (builder().batch(0), "batch"),
+        (builder().batch(1_025), "batch"),
+        (builder().in_flight(0), "in_flight"),
+        (builder().in_flight(65), "in_flight"),
+        (builder().instances(0), "instances"),
+        (builder().deadline(Duration::ZERO), "deadline"),
+        (builder().deadline(Duration::MAX), "deadline"),
+    ];
+    for (builder, name) in out_of_range {
+        match builder.build() {
+            Err(ConfigError::OutOfRange { option, .. }) => assert_eq!(option, name),
+            other => panic!("{name}: {other:?}"),
+        }
+    }
+    for namespace in ["", "a:b", "a{b", "ä", "a b", &"x".repeat(65)] {
+        let error = builder().namespace(namespace).build().unwrap_err();
+        assert!(matches!(error, ConfigError::Namespace { .. }), "{error}");
+    }
+    for address in
+        ["", "127.0.0.1", "http://127.0.0.1", "redis://:bad:port:x", "redis://h/notanumber"]
+    {
+        let error = RedisStore::builder(address).build().unwrap_err();
+        assert!(matches!(error, ConfigError::Address { .. }), "{address}: {error}");
+    }
+    // Nothing is connected to yet, so no server is needed, nor a runtime.
+    assert!(builder().batch(1_024).in_flight(64).instances(u32::MAX).build().is_ok());
+}
+
+// === large and odd requests ===
+
+#[tokio::test]
+async fn keys_of_any_size_are_counted() {
+    let server = redis();
+    let store = store(&server);
+    let limiter = users(&store, [Policy::token_bucket("p", Quota::per_hour(1))]);
+    for size in [0, 1, 47, 48, 49, 1_000, 65_535, 65_536, 10_000_000] {
+        let user = "k".repeat(size);
+        assert_eq!(ask(&limiter, &user, 2).await, [true, false], "{size}");
+    }
+    let mut names = names(&server);
+    names.retain(|name| !name.ends_with(":check"));
+    assert!(names.iter().all(|name| name.len() == 27), "{names:?}");
+}
+
+/// A stack as deep as nobody has one.
+#[tokio::test]
+async fn two_hundred_policies_are_decided_by_one_call() {
+    for flavour in Flavour::ALL {
+        let server = Server::start(flavour);
+        let clock = ManualClock::at(T0);
+        let store = store_at(&server, &clock);
+        let policies = (0..200).map(|number| {
+            let algorithm = ALGORITHMS[number % ALGORITHMS.len()];
+            let name: &'static str = Box::leak(format!("policy-{number}").into_boxed_str());
+            algorithm.policy(name, Quota::per_hour(5 + number as u64 % 7))
+        });
+        let limiter = users(&store, policies);
+        assert_eq!(ask(&limiter, "u", 6).await, [true, true, true, true, true, false]);
+        assert_eq!(crowd(&limiter, "v", 50).await, 5);
+        assert_eq!(store.health().failed, 0);
+        limiter.reset_async("u").await.unwrap();
+        assert_eq!(ask(&limiter, "u", 1).await, [true]);
+    }
+}
+
+/// Each policy with a key of its own: more keys than a script can hold at a time.
+#[tokio::test]
+async fn a_crowd_with_more_charges_than_fit_into_a_call() {
+    for flavour in Flavour::ALL {
+        let server = Server::start(flavour);
+        let clock = ManualClock::at(T0);
+        let store = patient(&server).clock(&clock).batch(1_024).in_flight(1).build().unwrap();
+        let names = (0..30).map(|number| -> &'static str {
+            Box::leak(format!("policy-{number}").into_boxed_str())
+        });
+        let builder = Limiter::<u64>::builder().store(store.clone());
+        let limiter = names
+            .enumerate()
+            .fold(builder, |builder, (number, name)| {
+                let algorithm = ALGORITHMS[number % ALGORITHMS.len()];
+                let policy = algorithm.policy(name, Quota::per_hour(1));
+                builder.policy(policy.key(move |user: &u64| user * 1_000 + number as u64))
+            })
+            .build()
+            .unwrap();
+        let mut crowd = JoinSet::new();
+        for user in 0..400_u64 {
+            let limiter = limiter.clone();
+            crowd.spawn(async move { limiter.check_async(&(user / 2)).await.is_ok() });
+        }
+        let admitted = crowd.join_all().await.into_iter().filter(|admitted| *admitted).count();
+        assert_eq!(admitted, 200, "{flavour:?}");
+        let health = store.health();
+        assert_eq!((health.decided, health.failed), (400, 0));
+        let (calls, requests) = store.calls();
+        assert_eq!(requests, 400);
+        assert!((6..=20).contains(&calls), "{calls} calls of 12,000 charges");
+    }
+}
+
+#[tokio::test]
+async fn costs_of_any_size_are_weighed() {
+    for flavour in Flavour::ALL {
+        let server = Server::start(flavour);
+        for algorithm in ALGORITHMS {
+            let clock = ManualClock::at(T0);
+            let namespace = format!("{algorithm:?}");
+            let store = patient(&server).namespace(namespace).clock(&clock).build().unwrap();
+            let limiter = Limiter::<u64>::builder()
+                .store(store.clone())
+                .key(Global)
+                .policy(algorithm.policy("p", Quota::per_hour(1_000)).cost(|cost: &u64| *cost))
+                .build()
+                .unwrap();
+            for cost in [1_001, 1 << 32, 1 << 53, (1 << 56) - 1, 1 << 56, u64::MAX] {
+                let rejection = limiter.check_async(&cost).await.unwrap_err();
+                assert_eq!(rejection.reason(), &Reason::TooCostly, "{cost}");
+                assert_eq!(rejection.outcomes()[0].remaining(), 1_000);
+            }
+            assert!(limiter.check_async(&0).await.is_ok());
+            let decision = limiter.check_async(&1_000).await.unwrap();
+            assert_eq!(decision.outcomes()[0].remaining(), 0);
+            assert!(limiter.check_async(&0).await.is_ok(), "what is free passes {algorithm:?}");
+            assert!(limiter.check_async(&1).await.is_err());
+            assert_eq!(store.health().failed, 0, "{algorithm:?} {flavour:?}");
+        }
+    }
+}
+
+/// The largest quotas that there are.
+#[tokio::test]
+async fn quotas_of_any_size_are_counted() {
+    let server = redis();
+    let clock = ManualClock::at(T0);
+    for (number, limit) in [1, 1_000, 100_000, 1_000_000_000, 1 << 40].into_iter().enumerate() {
+        for (index, algorithm) in ALGORITHMS.into_iter().enumerate() {
+            for period in [us(1), ms(1), secs(1), YEAR] {
+                let policy: Policy<str> = algorithm.policy("p", Quota::new(limit, period));
+                // What cannot be in this process cannot be in Redis.
+                let local = Limiter::builder()
+                    .key(|user: &str| user.to_owned())
+                    .policy(algorithm.policy("p", Quota::new(limit, period)))
+                    .clock(&clock)
+                    .build();
+                let namespace = format!("{number}-{index}-{}", period.as_micros());
+                let store = patient(&server).namespace(namespace).clock(&clock).build().unwrap();
+                let limiter = Limiter::builder()
+                    .key(|user: &str| user.to_owned())
+                    .policy(policy)
+                    .store(store.clone())
+                    .build();
+                let (Ok(local), Ok(limiter)) = (&local, &limiter) else {
+                    assert!(local.is_err() && limiter.is_err());
+                    continue;
+                };
+                for _ in 0..3 {
+                    assert_eq!(limiter.check_async("u").await, local.check("u"));
+                }
+                assert_eq!(store.health().failed, 0, "{algorithm:?} {limit} in {period:?}");
+            }
+        }
+    }
+}
+
+/// A request that no policy applies to asks nobody.
+#[tokio::test]
+async fn a_request_without_charges_needs_no_server() {
+    let mut server = redis();
+    let store = store(&server);
+    server.kill();
+    let policy = Policy::token_bucket("p", Quota::per_hour(1)).when(|user: &str| user != "free");
+    let limiter = users(&store, [policy]);
+    assert!(limiter.check_async("free").await.unwrap().outcomes().is_empty());
+    assert_eq!(store.health().failed, 0);
 }

@@ -10,17 +10,22 @@ use bb8::{ErrorSink, ManageConnection, Pool, RunError};
 use bb8_redis::RedisConnectionManager;
 use parking_lot::Mutex;
 use redis::{
-    AsyncConnectionConfig, Client, Cmd, ConnectionInfo, ProtocolVersion, PushInfo, PushKind,
-    RedisError, Value,
+    AsyncConnectionConfig, Client, Cmd, ConnectionInfo, ErrorKind, ProtocolVersion, PushInfo,
+    PushKind, RedisError, Value,
     aio::{ConnectionLike, MultiplexedConnection, SendError},
     io::tcp::TcpSettings,
 };
 use std::{
+    any::Any,
     fmt,
+    future::poll_fn,
+    panic::{AssertUnwindSafe, catch_unwind},
+    pin::pin,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
+    task::Poll,
     time::Duration,
 };
 
@@ -184,7 +189,8 @@ impl ManageConnection for Manager {
                 }
                 Ok::<_, SendError>(())
             });
-        let inner = self.client.get_multiplexed_async_connection_with_config(&config).await?;
+        let connecting = self.client.get_multiplexed_async_connection_with_config(&config);
+        let inner = without_panic(connecting).await?;
         Ok(Connection { inner, unanswered_since_us: None, patience: self.patience, broken })
     }
 
@@ -195,6 +201,25 @@ impl ManageConnection for Manager {
     fn has_broken(&self, connection: &mut Connection) -> bool {
         connection.is_broken()
     }
+}
+
+/// TLS panics where the application has installed no crypto provider, and the pool would wait for ever
+/// for what a task did that panicked.
+async fn without_panic<T>(
+    connecting: impl Future<Output = Result<T, RedisError>>,
+) -> Result<T, RedisError> {
+    let mut connecting = pin!(connecting);
+    let failed = |panic: Box<dyn Any + Send>| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or_default();
+        let error = (ErrorKind::InvalidClientConfig, "it cannot be made", text.trim().to_owned());
+        Poll::Ready(Err(error.into()))
+    };
+    poll_fn(|cx| {
+        let poll = catch_unwind(AssertUnwindSafe(|| connecting.as_mut().poll(cx)));
+        poll.unwrap_or_else(failed)
+    })
+    .await
 }
 
 /// Why no connection could be made of late. The pool only says that there was none in time.
