@@ -78,7 +78,7 @@ struct Shared {
     key: Arc<[u8]>,
     deadline: Duration,
     instances: u32,
-    looked_over: AtomicBool,
+    looked_over: Arc<AtomicBool>,
 }
 
 /// Puts a [`RedisStore`] together.
@@ -250,6 +250,10 @@ impl Failure for StoreError {
     fn is_outage(&self) -> bool {
         Self::is_outage(self)
     }
+
+    fn is_late(&self) -> bool {
+        *self == Self::Late
+    }
 }
 
 // === impl RedisStoreBuilder ===
@@ -379,21 +383,38 @@ impl RedisStoreBuilder {
                 .map_err(|error| ConfigError::Address { message: error.to_string() })?,
         };
         let has_msetex = AtomicBool::new(false);
+        let looked_over = Arc::<AtomicBool>::default();
         let server = Arc::new(Server { source, clock: self.clock, has_msetex });
         let limits =
             Limits { batch: self.batch, in_flight: self.in_flight, patience: self.deadline };
         let shared = Shared {
             lane: Arc::new(Lane::new(server.clone(), limits)),
             server,
-            guard: Guard::new(&self.breaker, self.deadline, self.hook),
+            guard: Guard::new(
+                &self.breaker,
+                self.deadline,
+                Some(hook(looked_over.clone(), self.hook)),
+            ),
             prefix: prefix.into(),
             key: self.key.into(),
             deadline: self.deadline,
             instances: self.instances,
-            looked_over: AtomicBool::new(false),
+            looked_over,
         };
         Ok(RedisStore { shared: Arc::new(shared) })
     }
+}
+
+/// A server that was down may be another one now.
+fn hook(looked_over: Arc<AtomicBool>, own: Option<Hook>) -> Hook {
+    Box::new(move |change| {
+        if *change == StateChange::Up {
+            looked_over.store(false, Relaxed);
+        }
+        if let Some(own) = &own {
+            own(change);
+        }
+    })
 }
 
 fn is_namespace(text: &str) -> bool {
