@@ -53,7 +53,7 @@ pub(crate) async fn crowd(limiter: &Limiter<str>, user: &'static str, count: usi
         crowd.spawn(async move { limiter.check_async(user).await });
     }
     let answers = crowd.join_all().await;
-    answers.into_iter().filter(|answer| is_admitted(answer)).count()
+    answers.into_iter().filter(is_admitted).count()
 }
 
 pub(crate) fn is_admitted<T: Debug>(answer: &Result<T, Rejection>) -> bool {

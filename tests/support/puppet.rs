@@ -47,10 +47,11 @@ impl Puppet {
 
     /// What a script replies that admits a request to one bucket, which was empty.
     pub(crate) fn admission(time_us: u64) -> Vec<u8> {
-        let mut answer = b"$15\r\n".to_vec();
-        answer.extend_from_slice(&time_us.to_le_bytes()[..7]);
-        answer.extend_from_slice(&[0; 7]);
-        answer.extend_from_slice(b"\x01\r\n");
+        let mut answer = b"$21\r\n".to_vec();
+        for number in [time_us, 0, 1] {
+            answer.extend_from_slice(&number.to_le_bytes()[..7]);
+        }
+        answer.extend_from_slice(b"\r\n");
         answer
     }
 }
