@@ -202,7 +202,7 @@ async fn promise_2_one_round_trip_for_all_who_wait() {
             yield_now().await;
             server.resume();
             let answers = waiting.join_all().await;
-            assert_eq!(answers.iter().filter(|answer| is_admitted(answer)).count(), 7);
+            assert_eq!(answers.into_iter().filter(is_admitted).count(), 7);
             let case = format!("{in_flight} in flight, batches of {batch}, {flavour:?}");
             let after = store.calls();
             assert_eq!(after.1 - calls_before.1, 20, "{case}");
