@@ -732,6 +732,43 @@ async fn an_instance_alone_gives_out_its_share() {
     }
 }
 
+/// What was charged here is given back here, and what was charged there is given back there.
+#[tokio::test]
+async fn what_was_charged_meanwhile_is_given_back_where_it_was_charged() {
+    for algorithm in ALGORITHMS {
+        let mut server = Server::start(Flavour::Redis7);
+        let clock = ManualClock::at(T0);
+        let store = RedisStore::builder(server.url())
+            .deadline(secs(20))
+            .failures_to_open(1)
+            .retry_every(ms(50), ms(100))
+            .clock(&clock)
+            .instances(2)
+            .build()
+            .unwrap();
+        let policy = algorithm.policy("p", Quota::per_day(8));
+        let limiter = support::fleet::users_by(&clock, &store, [policy]);
+        assert_eq!(ask(&limiter, "u", 6).await, [true; 6]);
+        server.command(&["REPLICAOF", "127.0.0.1", "1"]);
+        let decision = limiter.check_async("u").await.unwrap();
+        assert!(!store.health().is_up);
+        assert_eq!(ask(&limiter, "u", 4).await, [true, true, true, false], "{algorithm:?}");
+        limiter.refund_async("u", &decision).await.unwrap();
+        let decision = limiter.check_async("u").await.expect("it was given back");
+        assert!(limiter.check_async("u").await.is_err());
+
+        server.command(&["REPLICAOF", "NO", "ONE"]);
+        until("the server is in use again", async || {
+            let _ = limiter.peek_async("u").await;
+            store.health().is_up
+        })
+        .await;
+        limiter.refund_async("u", &decision).await.unwrap();
+        assert_eq!(left(&limiter, "u", "p").await, 2, "{algorithm:?}");
+        server.kill();
+    }
+}
+
 /// A policy that lets nothing pass is asked before those that count here.
 #[tokio::test]
 async fn policies_answer_each_in_its_own_way() {
