@@ -159,7 +159,7 @@ mod tests {
     }
 
     fn decision(outcomes: impl IntoIterator<Item = Outcome>) -> Decision {
-        Decision { time_us: 0, delay_us: 0, outcomes: outcomes.into_iter().collect() }
+        Decision { outcomes: outcomes.into_iter().collect(), ..Decision::open() }
     }
 
     fn rejection(reason: Reason, outcomes: impl IntoIterator<Item = Outcome>) -> Rejection {

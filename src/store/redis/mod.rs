@@ -65,6 +65,17 @@ use tokio::{runtime::Handle, time::timeout};
 /// Clones share connections, and so do all layers that are built with one of them. Connections are
 /// made when the first request needs them; a server that is not there does not keep a service from
 /// starting.
+///
+/// # Rights
+///
+/// An ACL user needs no more than this, with the namespace in place of `api`, or `~tg:*` without one.
+/// `+msetex` is of use where the server has it, and `+info` for [`check`](Self::check) to see more than
+/// what is missing.
+///
+/// ```text
+/// ACL SETUSER api on >password ~tg:api:* -@all +evalsha +eval +time +mget +set +del
+///     +getrange +setrange +pexpire +msetex +info
+/// ```
 #[derive(Clone, Debug)]
 pub struct RedisStore {
     shared: Arc<Shared>,
@@ -146,8 +157,9 @@ impl RedisStore {
     /// Starts a store on connections of a pool that the application already has.
     ///
     /// The pool's own settings count: with bb8-redis's defaults every checkout sends a PING, a second
-    /// round trip, and a connection that broke stays in the pool until it is tested. A pool with
-    /// `test_on_check_out(false)` is faster; [`builder`](Self::builder) makes one that is faster and safe.
+    /// round trip. Do not turn that off with `test_on_check_out(false)`: bb8-redis knows a broken
+    /// connection by nothing else, and one that is not tested stays in the pool, where every request
+    /// fails that it is given to. [`builder`](Self::builder) makes a pool that is faster and safe.
     #[must_use]
     pub fn from_pool(pool: Pool<RedisConnectionManager>) -> RedisStoreBuilder {
         RedisStoreBuilder::new(Given::Pool(pool))
