@@ -87,8 +87,13 @@ local function define_meter()
   -- kept even if nothing is charged, since what was promised would not hold.
   local function take_over(rule, key, bytes)
     local is_ours, level, keep = pcall(convert, rule, bytes)
-    rule.states[key] = is_ours and level or 0
-    return is_ours and keep
+    if not is_ours then level, keep = 0, false end
+    rule.states[key] = level
+    if level > rule.capacity then
+      rule.overfull = rule.overfull or {}
+      rule.overfull[key] = true
+    end
+    return keep
   end
 
   -- Whether there is room. Tells the state as it is before.
@@ -121,7 +126,9 @@ local function define_meter()
     local ticks = ceil(level / rule.drops_per_tick)
     local spare = ticks * rule.drops_per_tick - level
     local fresh = (rule.tick + ticks) * rule.tick_us
-    if level > rule.capacity then return pack_overfull(rule, level, fresh, spare), fresh end
+    if rule.overfull and rule.overfull[key] and level > rule.capacity then
+      return pack_overfull(rule, level, fresh, spare), fresh
+    end
     return pack(rule.format, rule.id, rule.length, fresh, rule.terms, spare), fresh
   end
 

@@ -190,6 +190,10 @@ impl Meter {
     pub(crate) fn words_of(&self, state: &State) -> (u64, u64) {
         let pace = self.pace;
         let ticks = pace.ticks_to_drain(state.level());
+        if ticks == 0 {
+            // Empty since whenever: a clock that is put back does not fill it.
+            return (0, 0);
+        }
         let empty_at_us = (state.tick as u64 + ticks) * pace.tick_us;
         (empty_at_us, ticks * pace.drops_per_tick - state.level())
     }

@@ -75,6 +75,9 @@ impl Default for LocalStore {
 pub(crate) struct Local {
     spaces: Box<[Space]>,
     policies: Box<[Entry]>,
+    /// Whether a charge that is taken back would leave something: a bucket that is counted by the terms
+    /// of another quota from then on.
+    asks_first: bool,
 }
 
 /// A policy, as the store sees it.
@@ -153,7 +156,8 @@ impl Local {
             })
             .collect();
         let entry = |(plan, field): (&Plan, Field)| Entry { rule: plan.rule, field };
-        Self { spaces, policies: plans.iter().zip(fields).map(entry).collect() }
+        let asks_first = plans.len() > 1 && plans.iter().any(|plan| plan.varies);
+        Self { spaces, policies: plans.iter().zip(fields).map(entry).collect(), asks_first }
     }
 
     /// Decides a bill: charges all of it, or none, and fills in the outcomes. Returns whether all
@@ -166,7 +170,12 @@ impl Local {
         mode: Mode,
     ) -> bool {
         let case = Case { rules: &bill.rules, now_us };
-        let admitted = self.decide(&case, &bill.charges, outcomes, mode == Mode::Charge);
+        let charging = mode == Mode::Charge;
+        let mut admitted = true;
+        if charging && self.asks_first {
+            admitted = self.ask(&case, &bill.charges, outcomes);
+        }
+        let admitted = admitted && self.decide(&case, &bill.charges, outcomes, charging);
         for space in &self.spaces {
             space.sweep(now_us);
         }
@@ -204,6 +213,12 @@ impl Local {
             shard.limit_logs(first.fingerprint, case.now_us);
         }
         admitted
+    }
+
+    /// Decides, and charges nothing.
+    #[inline(never)]
+    fn ask(&self, case: &Case<'_>, charges: &[Charge], outcomes: &mut [Outcome]) -> bool {
+        self.decide(case, charges, outcomes, false)
     }
 
     /// The same for the charges behind those of the first space.
