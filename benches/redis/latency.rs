@@ -3,7 +3,7 @@
 use crate::{
     BENCH, KEYS, contenders,
     load::{Crowd, Seen, drive, pace},
-    ms, on, secs,
+    ms, on,
     server::{Flavour, Server},
     support::{median, result},
 };
@@ -30,7 +30,7 @@ pub(crate) async fn measure(flavour: Flavour) {
         let mut rounds = [Vec::new(), Vec::new(), Vec::new()];
         for _ in 0..ROUNDS {
             for (contender, rounds) in [&tollgate, &ping, &plain].iter().zip(&mut rounds) {
-                rounds.push(pace(contender, KEYS, half, secs(1)).await);
+                rounds.push(pace(contender, KEYS, half, ms(600)).await);
             }
         }
         let [ours, ping, plain] = rounds.map(|rounds| Seen::median(&rounds).latencies);
