@@ -9,9 +9,16 @@ local function refused(...)
   local reply = redis.pcall(...)
   return type(reply) == 'table' and reply.err
 end
+-- A replica, or a server that is full, refuses for other reasons than rights. These have no code of
+-- their own, and Valkey has other words for them than Redis.
+local function is_about_rights(message)
+  return string.find(message, 'user executing the script', 1, true)
+    or string.find(message, 'ACL failure', 1, true)
+end
 local missing = {}
 local function try(name, ...)
-  if refused(name, ...) then missing[#missing + 1] = name end
+  local message = refused(name, ...)
+  if message and is_about_rights(message) then missing[#missing + 1] = name end
 end
 try('MGET', key)
 try('SET', key, '', 'PX', 1)

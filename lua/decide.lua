@@ -2,50 +2,65 @@
 --
 -- KEYS     the identities, then the rings of their sliding logs
 -- ARGV[1]  the rules (identity.lua)
--- ARGV[2]  how many of the keys are identities (2 bytes); whether the server has MSETEX (1); then for
+-- ARGV[2]  how many of the keys are identities (2 bytes), whether the server has MSETEX (1); then for
 --          each request how many charges it has (2, plus 32768 if it only asks), and for each of those
---          the indices of its identity (2), rule (2) and ring (2, or 0) and its cost (7)
+--          the indices of its identity (2), rule (2) and ring (2, or 0) and its cost (1; 255 if it is
+--          larger than 254 and follows in 7 more)
 -- ARGV[3]  in tests: the present, in microseconds
--- RETURNS  the present in microseconds (7); then for each request what its policies were told by the
---          states before it, and whether it was admitted (1)
--- TTL      a key expires when all of its states equal those of a caller never seen, rounded up. Where
+-- RETURNS  numbers of 7 bytes: the present in microseconds; what was told of the states before each
+--          charge; and bits that tell which requests were admitted, 32 to a number, lowest first
+-- TTL      a key expires when all of its states equal those of a caller never seen, or later. Where
 --          nothing was charged, nothing is written, unless a state had to be brought to another quota
 --          or back from the future of a clock that was put back.
-local requests = ARGV[2]
+local requests, names = ARGV[2], KEYS
 local identities_count, has_msetex, at = unpack('<I2B', requests)
 local rules = read_rules(ARGV[1])
 read_identities(identities_count)
 
-local told, n = { pack('<I7', now) }, 1
-local asked_rules, asked_records, asked_costs = {}, {}, {}
+local told, n = { now }, 1
+local bits, bit, words = 0, 1, {}
+local keys, charged, costs = {}, {}, {}
 local last = #requests
 while at <= last do
-  local count
-  count, at = unpack('<I2', requests, at)
-  local charging = count < 32768
-  if not charging then count = count - 32768 end
+  local count, high = byte(requests, at, at + 1)
+  local charging = high < 128
+  count = count + high % 128 * 256
+  at = at + 2
   local admitted = true
   for i = 1, count do
-    local key, index, ring, cost
-    key, index, ring, cost, at = unpack('<I2I2I2I7', requests, at)
-    local rule = rules[index]
-    local record = settle(key, rule, KEYS[ring])
-    admitted = rule.kind.fits(rule, record, cost) and admitted
-    n = n + 1
-    told[n] = rule.kind.tell(rule, record, cost)
-    asked_rules[i], asked_records[i], asked_costs[i] = rule, record, cost
+    local key, key_high, rule, rule_high, ring, ring_high, cost = byte(requests, at, at + 6)
+    key, rule = key + key_high * 256, rules[rule + rule_high * 256]
+    at = at + 7
+    if cost == 255 then cost, at = unpack('<I7', requests, at) end
+    if not rule.states[key] then settle(key, rule, names[ring + ring_high * 256]) end
+    local fits
+    n, fits = rule.kind.ask(rule, key, cost, told, n)
+    if not fits then admitted = false end
+    keys[i], charged[i], costs[i] = key, rule, cost
   end
-  n = n + 1
-  told[n] = admitted and '\1' or '\0'
-  if admitted and charging then
-    for i = 1, count do
-      local rule, record, cost = asked_rules[i], asked_records[i], asked_costs[i]
-      if cost > 0 then
-        rule.kind.charge(rule, record, cost)
-        record.dirty, record.records.dirty = true, true
+  if admitted then
+    bits = bits + bit
+    if charging then
+      for i = 1, count do
+        if costs[i] > 0 then charge(keys[i], charged[i], costs[i]) end
       end
     end
   end
+  bit = bit * 2
+  if bit == 2 ^ 32 then
+    words[#words + 1] = bits
+    bits, bit = 0, 1
+  end
 end
-write_identities(has_msetex == 1)
-return table.concat(told)
+if bit > 1 then words[#words + 1] = bits end
+write_identities(rules, has_msetex == 1)
+
+for i = 1, #words do told[n + i] = words[i] end
+n = n + #words
+local reply = {}
+local FORMAT = '<I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7'
+for i = 1, n, 32 do
+  local size = min(32, n - i + 1)
+  reply[#reply + 1] = pack(sub(FORMAT, 1, 1 + 2 * size), unpack_list(told, i, i + size - 1))
+end
+return table.concat(reply)

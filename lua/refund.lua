@@ -12,16 +12,17 @@ local charges = ARGV[2]
 local identities_count, spent_us, at = unpack('<I2I7', charges)
 local rules = read_rules(ARGV[1])
 read_identities(identities_count)
-local last = #charges
-while at <= last do
+while at <= #charges do
   local key, index, ring, cost, then_told
   key, index, ring, cost, then_told, at = unpack('<I2I2I2I7I7', charges, at)
   local rule = rules[index]
-  local record = settle(key, rule, KEYS[ring])
-  if record.raw then
-    rule.kind.refund(rule, record, cost, spent_us, then_told)
-    record.dirty, record.records.dirty = true, true
+  -- Of one who is not known, nothing is left to give back.
+  if values[key] then
+    if not rule.states[key] then settle(key, rule, KEYS[ring]) end
+    rule.kind.refund(rule, key, cost, spent_us, then_told)
+    changed[key] = true
+    if kept[rule] then kept[rule][key] = nil end
   end
 end
-write_identities(false)
+write_identities(rules, false)
 return now

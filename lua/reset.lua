@@ -11,17 +11,13 @@ local charges = ARGV[2]
 local identities_count, at = unpack('<I2', charges)
 local rules = read_rules(ARGV[1])
 read_identities(identities_count)
-local last = #charges
-while at <= last do
+while at <= #charges do
   local key, index, ring
   key, index, ring, at = unpack('<I2I2I2', charges, at)
-  local records = records_of(key)
-  for i = 1, #records do
-    if records[i].id == rules[index].id then
-      records[i].fresh, records.dirty = 0, true
-    end
-  end
+  local rule = rules[index]
+  if not rule.states[key] then settle(key, rule, KEYS[ring]) end
+  rule.states[key], changed[key] = nil, true
   if ring > 0 then call('DEL', KEYS[ring]) end
 end
-write_identities(false)
+write_identities(rules, false)
 return now

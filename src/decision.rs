@@ -10,6 +10,9 @@ pub struct Decision {
     pub(crate) time_us: u64,
     pub(crate) delay_us: u64,
     pub(crate) outcomes: Outcomes,
+    /// This process stood in for a store elsewhere.
+    #[cfg(feature = "redis")]
+    pub(crate) stood_in: bool,
 }
 
 /// The answer to a request that may not go on. Nothing was charged for it.
@@ -88,7 +91,13 @@ impl Decision {
     /// A decision that is still to be made.
     #[inline]
     pub(crate) fn open() -> Self {
-        Self { time_us: 0, delay_us: 0, outcomes: Outcomes::new() }
+        Self {
+            time_us: 0,
+            delay_us: 0,
+            outcomes: Outcomes::new(),
+            #[cfg(feature = "redis")]
+            stood_in: false,
+        }
     }
 
     /// What each policy that applied said, in the order of the stack.

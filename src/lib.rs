@@ -44,19 +44,26 @@
 //!
 //! 1. **All or nothing.** A rejected request consumes nothing from any policy, whichever policy
 //!    rejected it, in any order.
-//! 2. **Exact.** Limits are integer arithmetic, and no window of any length admits more than the
-//!    algorithm's own bound, which [`Policy`] states.
-//! 3. **One clock.** A decision reads the time once, and every header comes from that decision. A
-//!    reset time that did not change is printed the same twice.
-//! 4. **Honest waits.** A lone client that waits `Retry-After` seconds is admitted. `Retry-After` is
+//! 2. **One round trip.** In Redis the whole stack is one script call, and requests that wait at the
+//!    same time share it.
+//! 3. **Exact.** Limits are integer arithmetic, and no window of any length admits more than the
+//!    algorithm's own bound, which [`Policy`] states. The engine in this process and the one in Redis
+//!    decide the same, bit for bit.
+//! 4. **One clock.** A decision reads the time once, from the store that decides, and every header
+//!    comes from that decision. A reset time that did not change is printed the same twice.
+//! 5. **Honest waits.** A lone client that waits `Retry-After` seconds is admitted. `Retry-After` is
 //!    never 0 and never early.
-//! 5. **Bounded memory.** Local state never exceeds its cap. What it forgets first is what equals a
+//! 6. **Never the weak link.** A decision elsewhere has a deadline. When the store is slow, full or
+//!    gone, the policy's failure mode answers at once: open, closed (503, never 429), or this instance's
+//!    share.
+//! 7. **Bounded memory.** Local state never exceeds its cap. What it forgets first is what equals a
 //!    key never seen.
-//! 6. **Keys don't collide and don't leak.** Key encoding is injective; the store sees a keyed hash.
-//! 7. **A rejection is a response.** The error type of an HTTP service stays what it was, so
+//! 8. **Keys don't collide and don't leak.** Key encoding is injective; the store sees a keyed or strong
+//!    hash.
+//! 9. **A rejection is a response.** The error type of an HTTP service stays what it was, so
 //!    `Infallible` stays `Infallible`.
-//! 8. **Shared by clone.** Every clone of a layer, and every service made from it, shares one
-//!    budget. Two layers are two budgets.
+//! 10. **Shared by clone.** Every clone of a layer, and every service made from it, shares one budget.
+//!     Two layers are two budgets, unless they share a namespace in Redis.
 //!
 //! And no request costs the service its life: a panic in a function that a policy was given turns
 //! that one request away, with a clear answer, and leaves nothing locked or half charged.
@@ -73,6 +80,7 @@
 //! | feature | default | adds |
 //! |---|---|---|
 //! | `axum` | yes | peer addresses and matched routes of axum |
+//! | `redis` | | limits that hold for a fleet: state in Redis or Valkey |
 //! | `tonic` | | peer addresses of tonic, limits around a single gRPC service, an interceptor |
 //! | `test-util` | | `ManualClock` |
 //!
@@ -81,7 +89,7 @@
 //! `layer` and [`RateLimit`] (`service`, `future`, `body`) are the way in for requests, `protocol`
 //! says of which kind; `limiter` runs the stack and knows no HTTP; `policy` has policies and the
 //! checked stack, `quota` what they give out; `algorithm` is pure integer functions; `store` keeps
-//! state; [`key`] finds keys; [`reply`] turns decisions into headers and responses; `clock` alone
+//! state, here or in Redis; `remote` and `resilience` are what happens when that does not answer; [`key`] finds keys; [`reply`] turns decisions into headers and responses; `clock` alone
 //! asks the system for the time.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]

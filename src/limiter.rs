@@ -152,21 +152,26 @@ impl<R: ?Sized + 'static> Limiter<R> {
     /// [`Rejection`] if the key of the request can no longer be found, or a policy's function fails.
     pub fn refund(&self, request: &R, decision: &Decision) -> Result<(), Rejection> {
         self.needs_no_answer()?;
-        let (bill, mut outcomes) = self.bill_of(request, decision)?;
-        let Shared { store, clock, lines, .. } = &*self.shared;
-        let mut refund = || store.refund(&bill, &mut outcomes, clock.now_us(), decision.time_us);
-        match lines {
-            None => drop(refund()),
-            Some(lines) => lines.give_back(&bill, decision.time_us + decision.delay_us, refund),
-        }
+        let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
+        self.write_bill(request, &mut bill, &mut outcomes)?;
+        self.give_back(&bill, &mut outcomes, decision);
         Ok(())
     }
 
-    /// What `request` was charged by `decision`.
-    fn bill_of(&self, request: &R, decision: &Decision) -> Result<(Bill, Outcomes), Rejection> {
-        let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
-        self.write_bill(request, &mut bill, &mut outcomes)?;
-        for outcome in &mut outcomes {
+    /// Gives back what was charged by `decision` in this process.
+    fn give_back(&self, bill: &Bill, outcomes: &mut [Outcome], decision: &Decision) {
+        Self::recall(outcomes, decision);
+        let Shared { store, clock, lines, .. } = &*self.shared;
+        let mut refund = || store.refund(bill, outcomes, clock.now_us(), decision.time_us);
+        match lines {
+            None => drop(refund()),
+            Some(lines) => lines.give_back(bill, decision.time_us + decision.delay_us, refund),
+        }
+    }
+
+    /// What was charged by `decision`, in place of what would be charged now.
+    fn recall(outcomes: &mut [Outcome], decision: &Decision) {
+        for outcome in outcomes {
             let charged = decision.outcomes.iter().find(|charged| charged.policy == outcome.policy);
             outcome.cost = charged.map_or(0, |charged| charged.cost);
             if let Some(charged) = charged {
@@ -176,7 +181,6 @@ impl<R: ?Sized + 'static> Limiter<R> {
                 outcome.reset_us = if same_quota { charged.reset_us } else { 0 };
             }
         }
-        Ok((bill, outcomes))
     }
 
     /// Forgets what is known of the keys of `request`: they are as good as new.
@@ -225,7 +229,15 @@ impl<R: ?Sized + 'static> Limiter<R> {
     pub async fn refund_async(&self, request: &R, decision: &Decision) -> Result<(), Rejection> {
         #[cfg(feature = "redis")]
         if let Some(remote) = &self.shared.remote {
-            let (bill, outcomes) = self.bill_of(request, decision)?;
+            let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
+            self.write_bill(request, &mut bill, &mut outcomes)?;
+            if decision.stood_in {
+                if let Ok((bill, mut outcomes)) = remote.fall_back(&bill, &outcomes) {
+                    self.give_back(&bill, &mut outcomes, decision);
+                }
+                return Ok(());
+            }
+            Self::recall(&mut outcomes, decision);
             let refunded = remote.refund(&bill, &outcomes, decision.time_us).await;
             return refunded.ok_or_else(|| self.unavailable(remote.first_policy()));
         }
@@ -356,7 +368,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         request: &R,
         acquire: impl FnOnce(&Bill, &mut [Outcome]) -> (bool, u64),
     ) -> Result<(), Rejection> {
-        let Decision { time_us, delay_us, outcomes } = decision;
+        let Decision { time_us, delay_us, outcomes, .. } = decision;
         let mut bill = Bill::default();
         self.write_bill(request, &mut bill, outcomes)?;
         let admitted;
@@ -439,7 +451,11 @@ impl<R: ?Sized + 'static> Limiter<R> {
             }
         };
         let refund = self.refund_here(time_us);
-        self.conclude((bill, outcomes), admitted, time_us, places, refund)
+        let mut concluded = self.conclude((bill, outcomes), admitted, time_us, places, refund);
+        if let Ok((decision, _)) = &mut concluded {
+            decision.stood_in = true;
+        }
+        concluded
     }
 
     #[cfg(feature = "redis")]
@@ -462,7 +478,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let turn = places.map(|(lines, places)| {
             Box::new(Turn::new(lines, places, &shared.clock, (bill, charged), refund))
         });
-        Ok((Decision { time_us, delay_us, outcomes }, turn))
+        Ok((Decision { time_us, delay_us, outcomes, stood_in: false }, turn))
     }
 
     /// Gives back what was charged elsewhere at `time_us`, in the background. It is for those who come

@@ -1,50 +1,66 @@
 -- Fixed window; the twin of algorithm/fixed_window.rs.
 -- Rule: limit, code of the span (calendar.lua), its period in microseconds, the longest it can be.
 -- Record: the end of the window; the count.
--- Told: the end of the window and the count before this request.
-local FixedWindow = {}
+-- State: the count, and the end of the window. Told: the end and the count, before the request.
+local function define_fixed_window()
+  local window_end = define_calendar()
 
-function FixedWindow.prepare(rule, limit, span, period, longest)
-  rule.limit, rule.longest, rule.from_first_hit = limit, longest, span == 1
-  rule.window_end = window_end[span](period)
-end
-
-function FixedWindow.settle(rule, record)
-  local count = 0
-  if record.raw and record.fresh > now then
-    count = unpack('<I7', record.raw, 12)
+  local function prepare(kind, id, length, _, _, limit, span, period, longest)
+    return {
+      kind = kind, states = {}, ends = {}, id = id, length = length,
+      limit = limit, longest = longest, from_first_hit = span == 1,
+      window_end = window_end[span](period),
+    }
   end
-  record.count = count
-  if count == 0 then
-    record.window_end = rule.window_end
-  elseif record.fresh - now > 2 * rule.longest then
-    record.window_end, record.dirty = rule.window_end, true
-  else
-    record.window_end = record.fresh
+
+  local function start(rule, key)
+    rule.states[key], rule.ends[key] = 0, rule.window_end
   end
-end
 
-function FixedWindow.fits(rule, record, cost)
-  return record.count + cost <= rule.limit or cost == 0
-end
-
-function FixedWindow.charge(rule, record, cost)
-  record.count = record.count + cost
-end
-
-function FixedWindow.tell(rule, record)
-  return pack('<I7I7', record.window_end, record.count)
-end
-
-function FixedWindow.pack(rule, record)
-  record.fresh = record.count > 0 and record.window_end or 0
-  return pack('<I3BI7I7', rule.id, rule.length, record.fresh, record.count)
-end
-
--- `last_end` is the end of the window that it was spent in, or the latest that it can be.
-function FixedWindow.refund(rule, record, cost, spent_us, last_end)
-  local same = record.window_end == last_end
-  if same or rule.from_first_hit and record.window_end < last_end then
-    record.count = max(record.count - cost, 0)
+  local function read(rule, key, bytes, at)
+    local id, length, fresh, count = unpack('<I3BI7I7', bytes, at)
+    if id ~= rule.id or length ~= rule.length then return false end
+    if fresh <= now or count == 0 then
+      start(rule, key)
+      return true, false
+    end
+    local far_ahead = fresh - now > 2 * rule.longest
+    rule.states[key], rule.ends[key] = count, far_ahead and rule.window_end or fresh
+    return true, far_ahead
   end
+
+  -- Whether there is room. Tells the state as it is before.
+  local function ask(rule, key, cost, told, n)
+    local count = rule.states[key]
+    told[n + 1], told[n + 2] = rule.ends[key], count
+    return n + 2, count + cost <= rule.limit or cost == 0
+  end
+
+  local function charge(rule, key, cost)
+    rule.states[key] = rule.states[key] + cost
+  end
+
+  local function write(rule, key)
+    local count = rule.states[key]
+    local fresh = count > 0 and rule.ends[key] or 0
+    return pack('<I3BI7I7', rule.id, rule.length, fresh, count), fresh
+  end
+
+  -- `last_end` is the end of the window that it was spent in, or the latest that it can be.
+  local function refund(rule, key, cost, spent_us, last_end)
+    local same = rule.ends[key] == last_end
+    if same or rule.from_first_hit and rule.ends[key] < last_end then
+      rule.states[key] = max(rule.states[key] - cost, 0)
+    end
+  end
+
+  return {
+    prepare = prepare,
+    start = start,
+    read = read,
+    ask = ask,
+    charge = charge,
+    write = write,
+    refund = refund,
+  }
 end

@@ -1,10 +1,14 @@
 -- Numbers are doubles: whatever is computed here stays below 2^53, where they are exact. The quotas'
 -- constructors see to that. So `floor(a / b)` and `ceil(a / b)` are exact too: a quotient that is no
 -- whole number is at least `1 / b` away from one, and rounding moves it by less.
+--
+-- What is dear in Lua is to make things: a table costs more than all the arithmetic of a decision. So
+-- states are kept in arrays by the index of their identity, one for each number, and what not every
+-- call needs is defined where it is needed.
 local pack, unpack = struct.pack, struct.unpack
 local unpack_list = _G.unpack
 local floor, ceil, min, max = math.floor, math.ceil, math.min, math.max
-local sub, rep = string.sub, string.rep
+local byte, sub = string.byte, string.sub
 local call = redis.call
 
 -- The present in microseconds since the Unix epoch. Read once; only tests give another.

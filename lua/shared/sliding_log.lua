@@ -2,137 +2,159 @@
 -- Rule: limit, window in microseconds.
 -- Record: the newest time plus the window; the window; where the oldest time stands in the ring; how
 -- many there are; how many the ring has room for.
--- Told, before this request: how many there are; the time that has to leave before one more unit can
--- be spent; the time that has to leave before this request can be admitted, or 0.
+-- State: a table of these. Told, before the request: how many there are; the time that has to leave
+-- before one more unit can be spent; the time that has to leave before this request can be admitted,
+-- or 0.
 --
 -- The ring is a string of its own with seven bytes for each unit spent. It grows by a quarter when it
 -- is full, so that it is never much larger than what it holds.
-local SlidingLog = {}
-local TIME = 7
+local function define_sliding_log()
+  local TIME = 7
+  local rep = string.rep
 
-function SlidingLog.prepare(rule, limit, window_us)
-  rule.limit, rule.window_us = limit, window_us
-end
-
--- A part of the ring. What is no ring of ours is as good as gone.
-local function get_range(ring, first, last)
-  local bytes = redis.pcall('GETRANGE', ring, first, last)
-  if type(bytes) == 'string' then return bytes end
-  if string.find(bytes.err, 'WRONGTYPE', 1, true) then return '' end
-  return error(bytes)
-end
-
--- The times from `offset` on, oldest first, as far as the ring is there.
-local function read_times(record, offset, count)
-  local times = {}
-  local start = (record.head + offset) % record.size
-  while count > 0 do
-    local length = min(count, record.size - start)
-    local bytes = get_range(record.ring, start * TIME, (start + length) * TIME - 1)
-    for at = 1, #bytes - TIME + 1, TIME do times[#times + 1] = unpack('<I7', bytes, at) end
-    count, start = count - length, 0
+  local function prepare(kind, id, length, _, _, limit, window_us)
+    return {
+      kind = kind, states = {}, id = id, length = length, limit = limit, window_us = window_us,
+    }
   end
-  return times
-end
 
-local function time_at(record, offset)
-  return offset >= 0 and offset < record.length and read_times(record, offset, 1)[1] or 0
-end
+  -- A part of the ring. What is no ring of ours is as good as gone.
+  local function get_range(ring, first, last)
+    local bytes = redis.pcall('GETRANGE', ring, first, last)
+    if type(bytes) == 'string' then return bytes end
+    if string.find(bytes.err, 'WRONGTYPE', 1, true) then return '' end
+    return error(bytes)
+  end
 
--- Writes the ring anew, with room for some more.
-local function rewrite(rule, record, times)
-  record.head, record.length = 0, #times
-  record.size = max(#times, min(rule.limit, floor(#times * 1.25) + 4))
-  local bytes = {}
-  for i = 1, #times do bytes[i] = pack('<I7', times[i]) end
-  bytes[#bytes + 1] = rep('\0', (record.size - #times) * TIME)
-  call('SET', record.ring, table.concat(bytes), 'PX', ttl_ms(record.newest + rule.window_us))
-end
+  -- The times from `offset` on, oldest first, as far as the ring is there.
+  local function read_times(log, offset, count)
+    local times = {}
+    local start = (log.head + offset) % log.size
+    while count > 0 do
+      local length = min(count, log.size - start)
+      local bytes = get_range(log.ring, start * TIME, (start + length) * TIME - 1)
+      for at = 1, #bytes - TIME + 1, TIME do times[#times + 1] = unpack('<I7', bytes, at) end
+      count, start = count - length, 0
+    end
+    return times
+  end
 
--- Lets go of what has left the window. Mostly that is a time or two, so few are looked at at first.
-local function let_go(rule, record)
-  local look = 2
-  while record.length > 0 do
-    local times = read_times(record, 0, min(look, record.length))
-    if #times < min(look, record.length) then
-      -- The ring is gone.
-      record.length = 0
+  local function time_at(log, offset)
+    return offset >= 0 and offset < log.length and read_times(log, offset, 1)[1] or 0
+  end
+
+  -- Writes the ring anew, with room for some more.
+  local function rewrite(rule, log, times)
+    log.head, log.length = 0, #times
+    log.size = max(#times, min(rule.limit, floor(#times * 1.25) + 4))
+    local bytes = {}
+    for i = 1, #times do bytes[i] = pack('<I7', times[i]) end
+    bytes[#bytes + 1] = rep('\0', (log.size - #times) * TIME)
+    call('SET', log.ring, table.concat(bytes), 'PX', ttl_ms(log.newest + rule.window_us))
+  end
+
+  -- Lets go of what has left the window. Mostly that is a time or two, so few are looked at at first.
+  local function let_go(rule, log)
+    local look = 2
+    while log.length > 0 do
+      local times = read_times(log, 0, min(look, log.length))
+      if #times < min(look, log.length) then
+        -- The ring is gone.
+        log.length = 0
+        return
+      end
+      local gone = 0
+      while gone < #times and times[gone + 1] + rule.window_us <= now do gone = gone + 1 end
+      log.head, log.length = (log.head + gone) % log.size, log.length - gone
+      if gone < #times then return end
+      look = look * 4
+    end
+  end
+
+  local function start(rule, key, ring)
+    rule.states[key] = { ring = ring, newest = 0, head = 0, length = 0, size = 0 }
+  end
+
+  local function read(rule, key, bytes, at, ring)
+    local id, length, fresh, window_us, head, count, size = unpack('<I3BI7I7I3I3I3', bytes, at)
+    if id ~= rule.id or length ~= rule.length then return false end
+    local log = { ring = ring, newest = fresh - window_us, head = head, length = count, size = size }
+    rule.states[key] = log
+    local moved = log.newest > now + rule.window_us
+    if log.newest + rule.window_us <= now or count > size then
+      log.length = 0
+    elseif moved then
+      local times = read_times(log, 0, count)
+      for i = 1, #times do times[i] = min(times[i], now) end
+      log.newest = now
+      rewrite(rule, log, times)
+    end
+    let_go(rule, log)
+    return true, moved
+  end
+
+  -- Whether there is room. Tells the state as it is before.
+  local function ask(rule, key, cost, told, n)
+    local log = rule.states[key]
+    local last = cost <= rule.limit and log.length + cost - rule.limit - 1 or -1
+    told[n + 1] = log.length
+    told[n + 2] = time_at(log, max(log.length - rule.limit, 0))
+    told[n + 3] = time_at(log, last)
+    return n + 3, log.length + cost <= rule.limit or cost == 0
+  end
+
+  local function charge(rule, key, cost)
+    local log = rule.states[key]
+    local time = log.length > 0 and max(log.newest, now) or now
+    log.newest = time
+    if log.length + cost > log.size or log.length == 0 then
+      local times = read_times(log, 0, log.length)
+      for _ = 1, cost do times[#times + 1] = time end
+      rewrite(rule, log, times)
       return
     end
-    local gone = 0
-    while gone < #times and times[gone + 1] + rule.window_us <= now do gone = gone + 1 end
-    record.head, record.length = (record.head + gone) % record.size, record.length - gone
-    if gone < #times then return end
-    look = look * 4
-  end
-end
-
-function SlidingLog.settle(rule, record, ring)
-  record.ring = ring
-  record.newest, record.head, record.length, record.size = 0, 0, 0, 0
-  if not record.raw then return end
-  local window_us
-  window_us, record.head, record.length, record.size = unpack('<I7I3I3I3', record.raw, 12)
-  record.newest = record.fresh - window_us
-  if record.newest + rule.window_us <= now or record.length > record.size then
-    record.length = 0
-  elseif record.newest > now + rule.window_us then
-    local times = read_times(record, 0, record.length)
-    for i = 1, #times do times[i] = min(times[i], now) end
-    record.newest, record.dirty = now, true
-    rewrite(rule, record, times)
-  end
-  let_go(rule, record)
-end
-
-function SlidingLog.fits(rule, record, cost)
-  return record.length + cost <= rule.limit or cost == 0
-end
-
-function SlidingLog.charge(rule, record, cost)
-  local time = record.length > 0 and max(record.newest, now) or now
-  record.newest = time
-  if record.length + cost > record.size or record.length == 0 then
-    local times = read_times(record, 0, record.length)
-    for _ = 1, cost do times[#times + 1] = time end
-    rewrite(rule, record, times)
-    return
-  end
-  local bytes = pack('<I7', time)
-  local start = (record.head + record.length) % record.size
-  record.length = record.length + cost
-  while cost > 0 do
-    local length = min(cost, record.size - start)
-    call('SETRANGE', record.ring, start * TIME, rep(bytes, length))
-    cost, start = cost - length, 0
-  end
-  call('PEXPIRE', record.ring, ttl_ms(time + rule.window_us))
-end
-
-function SlidingLog.tell(rule, record, cost)
-  local next_time = time_at(record, max(record.length - rule.limit, 0))
-  local last = cost <= rule.limit and record.length + cost - rule.limit - 1 or -1
-  return pack('<I3I7I7', record.length, next_time, time_at(record, last))
-end
-
-function SlidingLog.pack(rule, record)
-  record.fresh = record.length > 0 and record.newest + rule.window_us or 0
-  return pack('<I3BI7I7I3I3I3', rule.id, rule.length, record.fresh, rule.window_us,
-    record.head, record.length, record.size)
-end
-
--- Its own times and no others: an older time in the place of a newer one would leave sooner.
-function SlidingLog.refund(rule, record, cost, spent_us)
-  local kept = {}
-  local times = read_times(record, 0, record.length)
-  for i = #times, 1, -1 do
-    if times[i] == spent_us and cost > 0 then
-      cost = cost - 1
-    else
-      table.insert(kept, 1, times[i])
+    local bytes = pack('<I7', time)
+    local start = (log.head + log.length) % log.size
+    log.length = log.length + cost
+    while cost > 0 do
+      local length = min(cost, log.size - start)
+      call('SETRANGE', log.ring, start * TIME, rep(bytes, length))
+      cost, start = cost - length, 0
     end
+    call('PEXPIRE', log.ring, ttl_ms(time + rule.window_us))
   end
-  if #kept == #times then return end
-  record.newest = kept[#kept] or 0
-  rewrite(rule, record, kept)
+
+  local function write(rule, key)
+    local log = rule.states[key]
+    local fresh = log.length > 0 and log.newest + rule.window_us or 0
+    return pack('<I3BI7I7I3I3I3', rule.id, rule.length, fresh, rule.window_us,
+      log.head, log.length, log.size), fresh
+  end
+
+  -- Its own times and no others: an older time in the place of a newer one would leave sooner.
+  local function refund(rule, key, cost, spent_us)
+    local log = rule.states[key]
+    local kept = {}
+    local times = read_times(log, 0, log.length)
+    for i = #times, 1, -1 do
+      if times[i] == spent_us and cost > 0 then
+        cost = cost - 1
+      else
+        table.insert(kept, 1, times[i])
+      end
+    end
+    if #kept == #times then return end
+    log.newest = kept[#kept] or 0
+    rewrite(rule, log, kept)
+  end
+
+  return {
+    prepare = prepare,
+    start = start,
+    read = read,
+    ask = ask,
+    charge = charge,
+    write = write,
+    refund = refund,
+  }
 end

@@ -2,69 +2,81 @@
 -- Rule: limit, tick in microseconds, window in ticks, the most that a count can be taken over as.
 -- Record: the start of the window plus twice its length; its length; this window's and the last one's
 -- count.
--- Told: the start of the window and the two counts before this request.
-local SlidingWindow = {}
+-- State: this window's count, the last one's, and the start. Told: the start and the two counts,
+-- before the request.
+local function define_sliding_window()
 
-function SlidingWindow.prepare(rule, limit, tick_us, window, most)
-  rule.limit, rule.tick_us, rule.window, rule.most = limit, tick_us, window, most
-  rule.window_us = window * tick_us
-  rule.start = now - now % rule.window_us
-end
-
--- Brings counts of windows of `window_us` to the present.
-local function slide(record, start, window_us)
-  if record.start < start then
-    record.previous = record.start + window_us == start and record.current or 0
-    record.start, record.current = start, 0
+  local function prepare(kind, id, length, _, _, limit, tick_us, window, most)
+    local window_us = window * tick_us
+    return {
+      kind = kind, states = {}, starts = {}, previous = {}, id = id, length = length,
+      limit = limit, tick_us = tick_us, window = window, most = most,
+      window_us = window_us, start_now = now - now % window_us,
+    }
   end
-end
 
-function SlidingWindow.settle(rule, record)
-  if not record.raw then
-    record.start, record.current, record.previous = rule.start, 0, 0
-    return
+  local function start(rule, key)
+    rule.starts[key], rule.states[key], rule.previous[key] = rule.start_now, 0, 0
   end
-  local window_us
-  window_us, record.current, record.previous = unpack('<I7I7I7', record.raw, 12)
-  record.start = max(record.fresh - 2 * window_us, 0)
-  -- What was counted over another window, or by a clock that was far ahead, is put to this one.
-  local other = window_us ~= rule.window_us
-  if other then slide(record, now - now % window_us, window_us) end
-  if record.start > now + 2 * window_us or other and record.current + record.previous > 0 then
-    record.current, record.previous = min(record.current + record.previous, rule.most), 0
-    record.start, record.dirty = rule.start, true
+
+  -- Brings counts of windows of `window_us` to the window that starts at `to`.
+  local function slide(start, current, previous, to, window_us)
+    if start >= to then return start, current, previous end
+    return to, 0, start + window_us == to and current or 0
   end
-  slide(record, rule.start, rule.window_us)
-end
 
-local function headroom(rule, record)
-  local left = rule.window - floor(max(now - record.start, 0) / rule.tick_us)
-  return max(rule.limit * rule.window - (record.current * rule.window + record.previous * left), 0)
-end
-
-function SlidingWindow.fits(rule, record, cost)
-  return cost * rule.window <= headroom(rule, record)
-end
-
-function SlidingWindow.charge(rule, record, cost)
-  record.current = record.current + cost
-end
-
-function SlidingWindow.tell(rule, record)
-  return pack('<I7I7I7', record.start, record.current, record.previous)
-end
-
-function SlidingWindow.pack(rule, record)
-  local used = record.current + record.previous > 0
-  record.fresh = used and record.start + 2 * rule.window_us or 0
-  return pack('<I3BI7I7I7I7', rule.id, rule.length, record.fresh, rule.window_us,
-    record.current, record.previous)
-end
-
-function SlidingWindow.refund(rule, record, cost, spent_us)
-  if spent_us >= record.start then
-    record.current = max(record.current - cost, 0)
-  elseif spent_us + rule.window_us >= record.start then
-    record.previous = max(record.previous - cost, 0)
+  local function read(rule, key, bytes, at)
+    local id, length, fresh, window_us, current, previous = unpack('<I3BI7I7I7I7', bytes, at)
+    if id ~= rule.id or length ~= rule.length then return false end
+    local start = max(fresh - 2 * window_us, 0)
+    -- What was counted over another window, or by a clock that was far ahead, is put to this one.
+    local other = window_us ~= rule.window_us
+    if other then
+      start, current, previous = slide(start, current, previous, now - now % window_us, window_us)
+    end
+    local moved = start > now + 2 * window_us or other and current + previous > 0
+    if moved then
+      start, current, previous = rule.start_now, min(current + previous, rule.most), 0
+    end
+    rule.starts[key], rule.states[key], rule.previous[key] =
+      slide(start, current, previous, rule.start_now, rule.window_us)
+    return true, moved
   end
+
+  -- Whether there is room. Tells the state as it is before.
+  local function ask(rule, key, cost, told, n)
+    local start, current, previous = rule.starts[key], rule.states[key], rule.previous[key]
+    told[n + 1], told[n + 2], told[n + 3] = start, current, previous
+    local left = rule.window - floor(max(now - start, 0) / rule.tick_us)
+    local used = current * rule.window + previous * left
+    return n + 3, cost * rule.window <= max(rule.limit * rule.window - used, 0)
+  end
+
+  local function charge(rule, key, cost)
+    rule.states[key] = rule.states[key] + cost
+  end
+
+  local function write(rule, key)
+    local current, previous = rule.states[key], rule.previous[key]
+    local fresh = current + previous > 0 and rule.starts[key] + 2 * rule.window_us or 0
+    return pack('<I3BI7I7I7I7', rule.id, rule.length, fresh, rule.window_us, current, previous), fresh
+  end
+
+  local function refund(rule, key, cost, spent_us)
+    if spent_us >= rule.starts[key] then
+      rule.states[key] = max(rule.states[key] - cost, 0)
+    elseif spent_us + rule.window_us >= rule.starts[key] then
+      rule.previous[key] = max(rule.previous[key] - cost, 0)
+    end
+  end
+
+  return {
+    prepare = prepare,
+    start = start,
+    read = read,
+    ask = ask,
+    charge = charge,
+    write = write,
+    refund = refund,
+  }
 end

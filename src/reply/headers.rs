@@ -161,11 +161,15 @@ impl Headers {
             put(X_RATELIMIT_REMAINING, Text::number(annotation.remaining));
             put(X_RATELIMIT_RESET, annotation.legacy_reset(reset));
         }
-        if self.retry_after
-            && let Some(wait_us) = annotation.retry_after_us
-        {
-            put(RETRY_AFTER, Text::number(retry_seconds(wait_us)));
+        if let Some((name, value)) = self.retry_field(annotation.retry_after_us) {
+            put(name, value);
         }
+    }
+
+    /// `Retry-After`, where it is sent and there is a wait to tell.
+    pub(super) fn retry_field(&self, wait_us: Option<u64>) -> Option<(HeaderName, HeaderValue)> {
+        let wait_us = wait_us.filter(|_| self.retry_after)?;
+        Some((RETRY_AFTER, Text::number(retry_seconds(wait_us))))
     }
 }
 

@@ -87,6 +87,10 @@ impl Responder {
     /// Adds the fields of a rejection that its response does not have yet.
     pub(crate) fn complete(&self, rejection: &Rejection, headers: &mut HeaderMap) {
         let Some(tightest) = rejection.tightest() else {
+            // No limit was reached, but when to come back may be known all the same.
+            if let Some((name, value)) = self.headers.retry_field(rejection.retry_after_us()) {
+                headers.entry(name).or_insert(value);
+            }
             return;
         };
         let mut annotation = Annotation {
@@ -155,7 +159,7 @@ mod tests {
     }
 
     fn decision(outcomes: impl IntoIterator<Item = Outcome>) -> Decision {
-        Decision { time_us: 0, delay_us: 0, outcomes: outcomes.into_iter().collect() }
+        Decision { outcomes: outcomes.into_iter().collect(), ..Decision::open() }
     }
 
     fn rejection(reason: Reason, outcomes: impl IntoIterator<Item = Outcome>) -> Rejection {

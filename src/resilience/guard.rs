@@ -68,6 +68,9 @@ struct Counters {
 pub(crate) trait Failure: fmt::Display {
     /// Whether the store is to blame, rather than the call.
     fn is_outage(&self) -> bool;
+
+    /// Whether there was no answer in time.
+    fn is_late(&self) -> bool;
 }
 
 impl Guard {
@@ -100,6 +103,9 @@ impl Guard {
             }
             Ok(Err(error)) => {
                 count(&self.counters.failed);
+                if error.is_late() {
+                    count(&self.counters.late);
+                }
                 if !error.is_outage() {
                     tracing::warn!(target: "tollgate", %error, "the store could not decide a request");
                     return None;

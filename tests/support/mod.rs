@@ -3,8 +3,11 @@
 #![allow(dead_code, reason = "every test crate uses a part of it")]
 
 pub(crate) mod crowd;
+#[cfg(feature = "redis")]
+pub(crate) mod fleet;
 pub(crate) mod net;
 pub(crate) mod proxy;
+pub(crate) mod puppet;
 pub(crate) mod server;
 pub(crate) mod stacks;
 

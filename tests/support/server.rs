@@ -94,6 +94,12 @@ impl Server {
         assert!(self.launch(), "port {} is taken", self.port);
     }
 
+    /// The same with a server of another kind.
+    pub(crate) fn replace(&mut self, flavour: Flavour) {
+        self.flavour = flavour;
+        self.restart();
+    }
+
     /// Shuts it down and starts it again on the same port, with all that was in it.
     pub(crate) fn restart_keeping_data(&mut self) {
         match self.try_command(&["SHUTDOWN", "SAVE"], secs(10)) {
@@ -246,6 +252,21 @@ impl Reply {
             Self::Status(text) => text,
             Self::Bulk(Some(text)) => str::from_utf8(text).unwrap(),
             other => panic!("not a text: {other:?}"),
+        }
+    }
+
+    /// The texts that it is a list of.
+    pub(crate) fn texts(&self) -> Vec<String> {
+        match self {
+            Self::Array(items) => items.iter().map(|item| item.text().to_owned()).collect(),
+            other => panic!("not a list: {other:?}"),
+        }
+    }
+
+    pub(crate) fn number(&self) -> i64 {
+        match self {
+            Self::Int(number) => *number,
+            other => panic!("not a number: {other:?}"),
         }
     }
 

@@ -106,6 +106,7 @@ impl Plan {
 /// The map of a key space.
 struct Space {
     shards: Box<[Padded]>,
+    keeps_logs: bool,
     /// The time between two sweeps of one shard each.
     sweep_interval_us: u64,
     last_sweep_us: AtomicU64,
@@ -199,7 +200,9 @@ impl Local {
         if charging && !admitted {
             self.take_back(&mut shard, case, of_space, outcomes);
         }
-        shard.limit_logs(first.fingerprint, case.now_us);
+        if self.spaces[first.space()].keeps_logs {
+            shard.limit_logs(first.fingerprint, case.now_us);
+        }
         admitted
     }
 
@@ -379,6 +382,7 @@ impl Space {
             shards: (0..shards)
                 .map(|shard| Padded(Mutex::new(Shard::new(layout.clone(), bounds(shard)))))
                 .collect(),
+            keeps_logs: !layout.logs.is_empty(),
             sweep_interval_us: SWEEP_ROUND_US / shards as u64,
             last_sweep_us: AtomicU64::new(0),
             next_to_sweep: AtomicUsize::new(0),

@@ -3,11 +3,13 @@
 use super::{rings::Rings, state::Field, table::Table};
 use crate::key::Fingerprint;
 
+/// In this order, what nearly all decisions need is on one cache line with the lock.
+#[repr(C)]
 pub(super) struct Shard {
-    pub(super) table: Table,
-    pub(super) rings: Rings,
     /// No entry is fresh before this instant. It may be too early, never too late.
     pub(super) earliest_fresh_us: u64,
+    pub(super) table: Table,
+    pub(super) rings: Rings,
     /// How many keys came in since the whole table was last looked through.
     inserted_since_sweep: usize,
     layout: Layout,

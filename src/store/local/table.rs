@@ -20,19 +20,27 @@ const OVERFLOW: usize = 64;
 /// The words of a fingerprint.
 const FINGERPRINT: usize = 2;
 
+/// The words of a cache line.
+const LINE: usize = 8;
+
+/// In this order, for what a look-up needs is to be on one cache line with the lock.
+#[repr(C)]
 pub(super) struct Table {
+    /// All slots. An empty one has nobody's fingerprint; the last slot is always empty.
+    words: Vec<u64>,
+    /// Where the first slot begins: with a cache line, so that as few entries as can be reach over
+    /// the end of one.
+    first: usize,
     /// The words of an entry.
     width: usize,
     homes: usize,
     len: usize,
-    /// All slots. An empty one has nobody's fingerprint; the last slot is always empty.
-    words: Vec<u64>,
 }
 
 impl Table {
     /// An empty table for entries with so many words of state.
     pub(super) fn new(state_words: usize) -> Self {
-        Self { width: FINGERPRINT + state_words, homes: 0, len: 0, words: Vec::new() }
+        Self { words: Vec::new(), first: 0, width: FINGERPRINT + state_words, homes: 0, len: 0 }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -40,14 +48,20 @@ impl Table {
     }
 
     pub(super) fn slots(&self) -> usize {
-        self.words.len() / self.width
+        (self.words.len() - self.first) / self.width
+    }
+
+    /// Where a slot begins.
+    #[inline]
+    fn at(&self, slot: usize) -> usize {
+        self.first + slot * self.width
     }
 
     /// The slot of an entry, or the one where it would have to be.
     pub(super) fn find(&self, wanted: Fingerprint) -> Result<usize, usize> {
         let mut slot = home(wanted, self.homes);
         // The last slot is always empty; only a table without any has no slot to end the search.
-        while let Some(entry) = self.words.get(slot * self.width..).and_then(<[u64]>::first_chunk) {
+        while let Some(entry) = self.words.get(self.at(slot)..).and_then(<[u64]>::first_chunk) {
             let found = fingerprint(entry);
             if found == wanted {
                 return Ok(slot);
@@ -63,7 +77,8 @@ impl Table {
     /// The state of an entry.
     #[inline]
     pub(super) fn get_mut(&mut self, wanted: Fingerprint) -> Option<&mut [u64]> {
-        let mut rest = self.words.get_mut(home(wanted, self.homes) * self.width..)?;
+        let start = self.at(home(wanted, self.homes));
+        let mut rest = self.words.get_mut(start..)?;
         loop {
             let (entry, others) = rest.split_at_mut_checked(self.width)?;
             let (of, state) = entry.split_first_chunk_mut()?;
@@ -86,13 +101,13 @@ impl Table {
 
     /// The state of the entry in `slot`.
     pub(super) fn state(&self, slot: usize) -> &[u64] {
-        let start = slot * self.width;
+        let start = self.at(slot);
         &self.words[start + FINGERPRINT..start + self.width]
     }
 
     /// Whose entry is in `slot`.
     pub(super) fn fingerprint(&self, slot: usize) -> Option<Fingerprint> {
-        let found = fingerprint(self.words[slot * self.width..].first_chunk()?);
+        let found = fingerprint(self.words[self.at(slot)..].first_chunk()?);
         (found != Fingerprint::NOBODY).then_some(found)
     }
 
@@ -111,7 +126,7 @@ impl Table {
             }
             // The last slot has to stay empty: it ends every search.
             if empty + 1 < self.slots() {
-                let (from, to) = (slot * self.width, empty * self.width);
+                let (from, to) = (self.at(slot), self.at(empty));
                 self.words.copy_within(from..to, from + self.width);
                 self.words[from..from + self.width].fill(0);
                 self.words[from] = fingerprint.upper;
@@ -129,9 +144,10 @@ impl Table {
         while self.fingerprint(end).is_some_and(|displaced| home(displaced, self.homes) < end) {
             end += 1;
         }
-        let width = self.width;
-        self.words.copy_within((slot + 1) * width..end * width, slot * width);
-        self.words[(end - 1) * width..end * width].fill(0);
+        let (from, behind) = (self.at(slot), self.at(slot + 1)..self.at(end));
+        self.words.copy_within(behind, from);
+        let last = self.at(end - 1)..self.at(end);
+        self.words[last].fill(0);
         self.len -= 1;
     }
 
@@ -142,14 +158,15 @@ impl Table {
             let Some(fingerprint) = self.fingerprint(slot) else {
                 continue;
             };
-            let from = slot * self.width;
+            let from = self.at(slot);
             if keep(self.state(slot)) {
                 let to = home(fingerprint, self.homes).max(next);
                 next = to + 1;
                 if to == slot {
                     continue;
                 }
-                self.words.copy_within(from..from + self.width, to * self.width);
+                let to = self.at(to);
+                self.words.copy_within(from..from + self.width, to);
             } else {
                 self.len -= 1;
             }
@@ -169,9 +186,11 @@ impl Table {
 
     fn try_resize(&mut self, homes: usize) -> bool {
         let slots = if homes == 0 { 0 } else { homes + OVERFLOW.min(homes) };
-        let mut words = vec![0; slots * self.width];
+        let mut words = vec![0; slots * self.width + LINE];
+        let first = words.as_ptr().align_offset(LINE * size_of::<u64>()).min(LINE);
+        words.truncate(first + slots * self.width);
         let mut next = 0;
-        for entry in self.words.chunks_exact(self.width) {
+        for entry in self.words[self.first..].chunks_exact(self.width) {
             let Some(entry_of) = entry.first_chunk() else { continue };
             let fingerprint = fingerprint(entry_of);
             if fingerprint == Fingerprint::NOBODY {
@@ -182,10 +201,11 @@ impl Table {
             if next >= slots {
                 return false;
             }
-            words[slot * self.width..next * self.width].copy_from_slice(entry);
+            words[first + slot * self.width..first + next * self.width].copy_from_slice(entry);
         }
         self.homes = homes;
         self.words = words;
+        self.first = first;
         true
     }
 }

@@ -42,7 +42,8 @@ pub(crate) fn fill_in<'a>(
 }
 
 /// The same for a log, of which only what matters was told: how many times are in it, which of them
-/// has to leave before one more unit can be spent, and which before this request can be admitted.
+/// has to leave before one more unit can be spent, and which before this request can be admitted. If
+/// somebody else wrote to the log, these may be no times at all.
 fn fill_in_log(
     log: &SlidingLog,
     [length, next_us, last_us]: [u64; 3],
@@ -53,9 +54,11 @@ fn fill_in_log(
     let (limit, window_us) = log.allotment();
     let cost = outcome.cost;
     let left = limit.saturating_sub(length);
+    let until_gone_us =
+        |time_us: u64| (time_us + window_us).saturating_sub(now_us).min(2 * window_us);
     outcome.verdict = match () {
         () if cost <= left => Verdict::Admitted,
-        () if cost <= limit => Verdict::Wait(last_us + window_us - now_us),
+        () if cost <= limit => Verdict::Wait(until_gone_us(last_us).max(1)),
         () => Verdict::Never,
     };
     let spent = if charging { cost } else { 0 };
@@ -64,7 +67,7 @@ fn fill_in_log(
         (0, 0) => 0,
         // The oldest is what was just spent.
         (0, _) => window_us,
-        _ => next_us + window_us - now_us,
+        _ => until_gone_us(next_us),
     };
 }
 

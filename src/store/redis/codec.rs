@@ -11,7 +11,8 @@ use std::sync::Arc;
 pub(crate) struct CodedRule {
     bytes: Arc<[u8]>,
     policy: PolicyId,
-    told: &'static [usize],
+    /// How many numbers are told of its states.
+    told: usize,
     keeps_ring: bool,
 }
 
@@ -51,6 +52,12 @@ const NUMBER: usize = 7;
 /// The largest cost that is sent: more than any capacity.
 const MOST: u64 = 1 << 53;
 
+/// Larger costs do not fit into the byte that most have.
+const LARGE_COST: u8 = 255;
+
+/// The length of what all records begin with.
+const RECORD_HEAD: usize = 11;
+
 /// What marks a request that only asks.
 const PEEKS: u16 = 0x8000;
 
@@ -64,7 +71,7 @@ impl PolicyId {
 
 impl CodedRule {
     pub(crate) fn new(policy: PolicyId, rule: &Rule) -> Self {
-        let (terms, counters) = record_format(rule);
+        let (terms, counters, counters_length) = record_format(rule);
         let mut bytes = vec![kind(rule)];
         bytes.extend(policy.0);
         rule.numbers().iter().for_each(|&number| push_number(&mut bytes, number));
@@ -72,12 +79,13 @@ impl CodedRule {
             bytes.push(text.len() as u8);
             bytes.extend(text);
         }
-        let (told, keeps_ring): (&[usize], _) = match rule {
-            Rule::Meter(_) => (&[NUMBER], false),
-            Rule::FixedWindow(_) => (&[NUMBER, NUMBER], false),
-            Rule::SlidingWindow(_) => (&[NUMBER, NUMBER, NUMBER], false),
-            Rule::SlidingLog(_) => (&[3, NUMBER, NUMBER], true),
+        bytes.push((RECORD_HEAD + terms.len() + counters_length) as u8);
+        let told = match rule {
+            Rule::Meter(_) => 1,
+            Rule::FixedWindow(_) => 2,
+            Rule::SlidingWindow(_) | Rule::SlidingLog(_) => 3,
         };
+        let keeps_ring = matches!(rule, Rule::SlidingLog(_));
         Self { bytes: bytes.into(), policy, told, keeps_ring }
     }
 }
@@ -92,12 +100,14 @@ const fn kind(rule: &Rule) -> u8 {
     }
 }
 
-/// What a record has behind its head: the terms that its numbers are in, and the format of these.
-fn record_format(rule: &Rule) -> (Vec<u8>, String) {
+/// What a record has behind its head: the terms that its numbers are in, the format of these, and
+/// their length.
+fn record_format(rule: &Rule) -> (Vec<u8>, String, usize) {
+    let fixed = |format: &str, length| (Vec::new(), format.to_owned(), length);
     match rule {
-        // A bucket that drains a drop a tick never has drops to spare.
         Rule::Meter(meter) => {
             let Terms { pace, units } = meter.terms();
+            // A bucket that drains a drop a tick never has drops to spare.
             let drops_width = if pace.drops_per_tick == 1 { 0 } else { width(pace.drops_per_tick) };
             let (unit_width, units_width) = (width(pace.drops_per_unit), width(units));
             let tick = match pace.tick_us {
@@ -111,11 +121,11 @@ fn record_format(rule: &Rule) -> (Vec<u8>, String) {
             terms.extend(&pace.drops_per_unit.to_le_bytes()[..unit_width]);
             terms.extend(&units.to_le_bytes()[..units_width]);
             let counters = if drops_width > 0 { format!("I{drops_width}") } else { String::new() };
-            (terms, counters)
+            (terms, counters, drops_width)
         }
-        Rule::FixedWindow(_) => (Vec::new(), "I7".to_owned()),
-        Rule::SlidingWindow(_) => (Vec::new(), "I7I7I7".to_owned()),
-        Rule::SlidingLog(_) => (Vec::new(), "I7I3I3I3".to_owned()),
+        Rule::FixedWindow(_) => fixed("I7", 7),
+        Rule::SlidingWindow(_) => fixed("I7I7I7", 21),
+        Rule::SlidingLog(_) => fixed("I7I3I3I3", 16),
     }
 }
 
@@ -200,7 +210,12 @@ pub(super) fn push_batch(command: &mut Cmd, asks: &[&Ask], has_msetex: bool) {
         requests.extend(count.to_le_bytes());
         for charge in &ask.charges {
             tables.push_indices(&mut requests, ask, charge);
-            push_number(&mut requests, charge.cost);
+            if charge.cost < LARGE_COST.into() {
+                requests.push(charge.cost as u8);
+            } else {
+                requests.push(LARGE_COST);
+                push_number(&mut requests, charge.cost);
+            }
         }
     }
     tables.push_args(command);
@@ -261,27 +276,31 @@ fn push_base64(text: &mut String, fingerprint: Fingerprint) {
 
 /// Reads what `decide.lua` told about a batch. `None` if that is not what it tells.
 pub(super) fn read_told(mut reply: &[u8], asks: &[&Ask]) -> Option<Vec<Told>> {
-    let time_us = take_number(&mut reply, NUMBER)?;
+    let mut number = || {
+        let (number, rest) = reply.split_at_checked(NUMBER)?;
+        reply = rest;
+        Some(number.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte)))
+    };
+    let time_us = number()?;
     let told = asks.iter().map(|ask| {
         let state = |charge: &AskedCharge| {
             let mut state = [0; 3];
-            for (number, &width) in state.iter_mut().zip(charge.rule.told) {
-                *number = take_number(&mut reply, width)?;
+            for told in &mut state[..charge.rule.told] {
+                *told = number()?;
             }
             Some(state)
         };
         let states = ask.charges.iter().map(state).collect::<Option<_>>()?;
-        let admitted = take_number(&mut reply, 1)? == 1;
-        Some(Told { time_us, admitted, states })
+        Some(Told { time_us, admitted: false, states })
     });
-    let told = told.collect::<Option<Vec<_>>>()?;
+    let mut told = told.collect::<Option<Vec<_>>>()?;
+    for told in told.chunks_mut(32) {
+        let bits = number()?;
+        for (index, told) in told.iter_mut().enumerate() {
+            told.admitted = bits >> index & 1 == 1;
+        }
+    }
     reply.is_empty().then_some(told)
-}
-
-fn take_number(bytes: &mut &[u8], width: usize) -> Option<u64> {
-    let (number, rest) = bytes.split_at_checked(width)?;
-    *bytes = rest;
-    Some(number.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte)))
 }
 
 #[cfg(test)]

@@ -10,17 +10,22 @@ use bb8::{ErrorSink, ManageConnection, Pool, RunError};
 use bb8_redis::RedisConnectionManager;
 use parking_lot::Mutex;
 use redis::{
-    AsyncConnectionConfig, Client, Cmd, ConnectionInfo, ProtocolVersion, PushInfo, PushKind,
-    RedisError, Value,
+    AsyncConnectionConfig, Client, Cmd, ConnectionInfo, ErrorKind, ProtocolVersion, PushInfo,
+    PushKind, RedisError, Value,
     aio::{ConnectionLike, MultiplexedConnection, SendError},
     io::tcp::TcpSettings,
 };
 use std::{
+    any::Any,
     fmt,
+    future::poll_fn,
+    panic::{AssertUnwindSafe, catch_unwind},
+    pin::pin,
     sync::{
-        Arc, OnceLock,
+        Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
+    task::Poll,
     time::Duration,
 };
 
@@ -35,7 +40,7 @@ pub(super) enum Source {
 pub(super) struct OwnPool {
     manager: Manager,
     size: u32,
-    pool: OnceLock<Pool<Manager>>,
+    pool: Mutex<Option<Pool<Manager>>>,
     last_error: LastError,
 }
 
@@ -49,7 +54,7 @@ impl Source {
         let tcp = TcpSettings::default().set_nodelay(true);
         let info = info.clone().set_redis_settings(settings).set_tcp_settings(tcp);
         let manager = Manager { client: Client::open(info)?, patience };
-        let (pool, last_error) = (OnceLock::new(), LastError::default());
+        let (pool, last_error) = (Mutex::default(), LastError::default());
         Ok(Self::Own(Box::new(OwnPool { manager, size, pool, last_error })))
     }
 
@@ -72,26 +77,43 @@ impl Source {
 
 impl OwnPool {
     async fn query(&self, command: &Cmd) -> Result<Value, StoreError> {
-        let pool = self.pool.get_or_init(|| {
-            Pool::builder()
-                .max_size(self.size)
-                .connection_timeout(self.manager.patience)
-                .test_on_check_out(false)
-                .max_lifetime(None)
-                .idle_timeout(None)
-                .error_sink(Box::new(self.last_error.clone()))
-                .build_unchecked(self.manager.clone())
-        });
+        let pool = self.pool();
         loop {
             let mut connection = pool.get().await.map_err(|error| match error {
                 RunError::User(error) => StoreError::from(&error),
-                RunError::TimedOut => self.last_error.take(),
+                RunError::TimedOut => self.no_connection(&pool),
             })?;
             // One that was closed while it lay idle goes back to be thrown away.
             if !connection.is_broken() {
                 return connection.query(command).await;
             }
         }
+    }
+
+    fn pool(&self) -> Pool<Manager> {
+        let make = || {
+            Pool::builder()
+                .max_size(self.size)
+                // A little less than the deadline, so that there is time to say what is wrong.
+                .connection_timeout(self.manager.patience * 9 / 10)
+                .test_on_check_out(false)
+                .max_lifetime(None)
+                .idle_timeout(None)
+                .error_sink(Box::new(self.last_error.clone()))
+                .build_unchecked(self.manager.clone())
+        };
+        self.pool.lock().get_or_insert_with(make).clone()
+    }
+
+    /// Why the pool gave no connection in time.
+    fn no_connection(&self, pool: &Pool<Manager>) -> StoreError {
+        self.last_error.take().unwrap_or_else(|| {
+            // It may wait for connections that a runtime was making when it was shut down.
+            if pool.state().connections == 0 {
+                *self.pool.lock() = None;
+            }
+            StoreError::no_connection("no connection in time")
+        })
     }
 }
 
@@ -167,7 +189,8 @@ impl ManageConnection for Manager {
                 }
                 Ok::<_, SendError>(())
             });
-        let inner = self.client.get_multiplexed_async_connection_with_config(&config).await?;
+        let connecting = self.client.get_multiplexed_async_connection_with_config(&config);
+        let inner = without_panic(connecting).await?;
         Ok(Connection { inner, unanswered_since_us: None, patience: self.patience, broken })
     }
 
@@ -180,14 +203,32 @@ impl ManageConnection for Manager {
     }
 }
 
+/// TLS panics where the application has installed no crypto provider, and the pool would wait for ever
+/// for what a task did that panicked.
+async fn without_panic<T>(
+    connecting: impl Future<Output = Result<T, RedisError>>,
+) -> Result<T, RedisError> {
+    let mut connecting = pin!(connecting);
+    let failed = |panic: Box<dyn Any + Send>| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or_default();
+        let error = (ErrorKind::InvalidClientConfig, "it cannot be made", text.trim().to_owned());
+        Poll::Ready(Err(error.into()))
+    };
+    poll_fn(|cx| {
+        let poll = catch_unwind(AssertUnwindSafe(|| connecting.as_mut().poll(cx)));
+        poll.unwrap_or_else(failed)
+    })
+    .await
+}
+
 /// Why no connection could be made of late. The pool only says that there was none in time.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LastError(Arc<Mutex<Option<StoreError>>>);
 
 impl LastError {
-    fn take(&self) -> StoreError {
-        let error = self.0.lock().take();
-        error.unwrap_or_else(|| StoreError::no_connection("no connection in time"))
+    fn take(&self) -> Option<StoreError> {
+        self.0.lock().take()
     }
 }
 

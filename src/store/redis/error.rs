@@ -34,15 +34,25 @@ impl StoreError {
         matches!(self, Self::Refused { code, .. } if code == "NOSCRIPT")
     }
 
+    /// Whether the server does not have a command, or the user may not run it.
+    pub(super) fn is_about_command(&self, name: &str) -> bool {
+        let Self::Refused { message, .. } = self else { return false };
+        let message = message.to_ascii_lowercase();
+        // From within a script, an unknown one is not told by its name.
+        message.contains(name) || message.contains("unknown redis command")
+    }
+
     /// Whether the connection is of no use any more: another one may lead to another server, or to
     /// the same one in a better state.
     pub(super) fn breaks_connection(&self) -> bool {
         match self {
             Self::Late => false,
             Self::Disconnected { .. } => true,
-            Self::Refused { code, .. } => {
-                matches!(&code[..], "READONLY" | "MASTERDOWN" | "NOAUTH" | "NOPERM" | "WRONGPASS")
-            }
+            Self::Refused { code, message } => match &code[..] {
+                "READONLY" | "MASTERDOWN" | "NOAUTH" | "NOPERM" | "WRONGPASS" => true,
+                // Up to Redis 6.2, what goes wrong in a script is told in words only.
+                _ => message.contains("READONLY"),
+            },
         }
     }
 
@@ -60,7 +70,14 @@ impl StoreError {
 }
 
 /// Outages that some servers tell in words only.
-const OUTAGES: [&str; 4] = ["OOM", "can't run this command", "READONLY", "unknown command"];
+const OUTAGES: [&str; 6] = [
+    "OOM",
+    "READONLY",
+    "user executing the script",
+    "ACL failure",
+    "unknown command",
+    "nknown Redis command",
+];
 
 impl From<&RedisError> for StoreError {
     fn from(error: &RedisError) -> Self {

@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use redis::Value;
 use std::{
     collections::VecDeque,
+    mem,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -42,7 +43,7 @@ pub(super) struct Limits {
 }
 
 /// A call has no more charges than this: the script holds so many keys at a time.
-const MOST_CHARGES: usize = 2_000;
+const MOST_CHARGES: usize = 1_500;
 
 #[derive(Debug, Default)]
 struct Queue {
@@ -66,27 +67,27 @@ impl Lane {
     /// Has a request decided. Dropping the future takes the request out of the queue; what is on its
     /// way already may still be charged.
     pub(super) async fn ask(self: &Arc<Self>, ask: Ask) -> Result<Told, StoreError> {
-        let receiver = {
-            let mut queue = self.queue.lock();
-            if queue.in_flight < self.limits.in_flight {
-                queue.in_flight += 1;
-                None
-            } else {
-                let (answer, receiver) = oneshot::channel();
-                queue.waiting.push_back(Waiting { ask: ask.clone(), answer });
-                Some(receiver)
-            }
-        };
-        match receiver {
-            None => {
+        loop {
+            let receiver = {
+                let mut queue = self.queue.lock();
+                if queue.in_flight < self.limits.in_flight {
+                    queue.in_flight += 1;
+                    None
+                } else {
+                    let (answer, receiver) = oneshot::channel();
+                    queue.waiting.push_back(Waiting { ask: ask.clone(), answer });
+                    Some(receiver)
+                }
+            };
+            let Some(receiver) = receiver else {
                 let _slot = Slot { lane: self.clone(), runtime: Handle::current() };
                 let mut told = self.send(&[&ask]).await?;
-                told.pop().ok_or_else(unreadable)
+                return told.pop().ok_or_else(unreadable);
+            };
+            // Who was to send it is gone, and it was not sent.
+            if let Ok(answer) = receiver.await {
+                return answer;
             }
-            // The sender is dropped only with the runtime that it was to be sent on.
-            Some(receiver) => receiver
-                .await
-                .unwrap_or_else(|_| Err(StoreError::no_connection("the runtime was shut down"))),
         }
     }
 
@@ -100,41 +101,11 @@ impl Lane {
             _ => Err(unreadable()),
         }
     }
-
-    /// Sends what waits until nothing does.
-    async fn drain(self: Arc<Self>) {
-        loop {
-            let batch = {
-                let mut queue = self.queue.lock();
-                let batch = queue.next_batch(self.limits.batch);
-                if batch.is_empty() {
-                    queue.in_flight -= 1;
-                    return;
-                }
-                batch
-            };
-            let asks: Vec<_> = batch.iter().map(|waiting| &waiting.ask).collect();
-            let sent = timeout(self.limits.patience, self.send(&asks)).await;
-            match sent.unwrap_or(Err(StoreError::Late)) {
-                Ok(told) => {
-                    for (waiting, told) in batch.into_iter().zip(told) {
-                        // Whoever does not wait any more has no use for it, nor has anybody else.
-                        let _ = waiting.answer.send(Ok(told));
-                    }
-                }
-                Err(error) => {
-                    for waiting in batch {
-                        let _ = waiting.answer.send(Err(error.clone()));
-                    }
-                }
-            }
-        }
-    }
 }
 
 impl Queue {
     /// The requests that have waited longest, without those that nobody waits for any more.
-    fn next_batch(&mut self, most: usize) -> Vec<Waiting> {
+    fn next_batch(&mut self, most: usize) -> Batch {
         let mut batch = Vec::with_capacity(most.min(self.waiting.len()));
         let mut charges = 0;
         while batch.len() < most
@@ -150,7 +121,7 @@ impl Queue {
             }
             batch.push(waiting);
         }
-        batch
+        Batch(batch)
     }
 }
 
@@ -166,9 +137,77 @@ impl Drop for Slot {
         let mut queue = self.lane.queue.lock();
         if queue.waiting.is_empty() {
             queue.in_flight -= 1;
-        } else {
-            self.runtime.spawn(self.lane.clone().drain());
+            return;
         }
+        // A runtime that is shut down drops the task here and now.
+        drop(queue);
+        self.runtime.spawn(Drain { lane: self.lane.clone(), is_done: false }.run());
+    }
+}
+
+/// The right to have a call in flight, for those who wait.
+struct Drain {
+    lane: Arc<Lane>,
+    is_done: bool,
+}
+
+impl Drain {
+    /// Sends what waits until nothing does.
+    async fn run(mut self) {
+        let Lane { queue, limits, .. } = &*self.lane;
+        loop {
+            let mut batch = {
+                let mut queue = queue.lock();
+                let batch = queue.next_batch(limits.batch);
+                if batch.0.is_empty() {
+                    queue.in_flight -= 1;
+                    self.is_done = true;
+                    return;
+                }
+                batch
+            };
+            let asks: Vec<_> = batch.0.iter().map(|waiting| &waiting.ask).collect();
+            let sent = timeout(limits.patience, self.lane.send(&asks)).await;
+            match sent.unwrap_or(Err(StoreError::Late)) {
+                Ok(told) => {
+                    for (waiting, told) in batch.0.drain(..).zip(told) {
+                        // Whoever does not wait any more has no use for it, nor has anybody else.
+                        let _ = waiting.answer.send(Ok(told));
+                    }
+                }
+                Err(error) => batch.fail(&error),
+            }
+        }
+    }
+}
+
+impl Drop for Drain {
+    /// If it is not done, its runtime was shut down. Others may wait on another one: they try anew.
+    fn drop(&mut self) {
+        if !self.is_done {
+            let mut queue = self.lane.queue.lock();
+            queue.in_flight -= 1;
+            let waiting = mem::take(&mut queue.waiting);
+            drop(queue);
+            drop(waiting);
+        }
+    }
+}
+
+/// Requests that are on their way. What becomes of them is told to each.
+struct Batch(Vec<Waiting>);
+
+impl Batch {
+    fn fail(&mut self, error: &StoreError) {
+        for waiting in self.0.drain(..) {
+            let _ = waiting.answer.send(Err(error.clone()));
+        }
+    }
+}
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        self.fail(&StoreError::no_connection("the runtime was shut down"));
     }
 }
 

@@ -65,6 +65,17 @@ use tokio::{runtime::Handle, time::timeout};
 /// Clones share connections, and so do all layers that are built with one of them. Connections are
 /// made when the first request needs them; a server that is not there does not keep a service from
 /// starting.
+///
+/// # Rights
+///
+/// An ACL user needs no more than this, with the namespace in place of `api`, or `~tg:*` without one.
+/// `+msetex` is of use where the server has it, and `+info` for [`check`](Self::check) to see more than
+/// what is missing.
+///
+/// ```text
+/// ACL SETUSER api on >password ~tg:api:* -@all +evalsha +eval +time +mget +set +del
+///     +getrange +setrange +pexpire +msetex +info
+/// ```
 #[derive(Clone, Debug)]
 pub struct RedisStore {
     shared: Arc<Shared>,
@@ -78,7 +89,7 @@ struct Shared {
     key: Arc<[u8]>,
     deadline: Duration,
     instances: u32,
-    looked_over: AtomicBool,
+    looked_over: Arc<AtomicBool>,
 }
 
 /// Puts a [`RedisStore`] together.
@@ -146,8 +157,9 @@ impl RedisStore {
     /// Starts a store on connections of a pool that the application already has.
     ///
     /// The pool's own settings count: with bb8-redis's defaults every checkout sends a PING, a second
-    /// round trip, and a connection that broke stays in the pool until it is tested. A pool with
-    /// `test_on_check_out(false)` is faster; [`builder`](Self::builder) makes one that is faster and safe.
+    /// round trip. Do not turn that off with `test_on_check_out(false)`: bb8-redis knows a broken
+    /// connection by nothing else, and one that is not tested stays in the pool, where every request
+    /// fails that it is given to. [`builder`](Self::builder) makes a pool that is faster and safe.
     #[must_use]
     pub fn from_pool(pool: Pool<RedisConnectionManager>) -> RedisStoreBuilder {
         RedisStoreBuilder::new(Given::Pool(pool))
@@ -249,6 +261,10 @@ impl fmt::Debug for Shared {
 impl Failure for StoreError {
     fn is_outage(&self) -> bool {
         Self::is_outage(self)
+    }
+
+    fn is_late(&self) -> bool {
+        *self == Self::Late
     }
 }
 
@@ -379,21 +395,38 @@ impl RedisStoreBuilder {
                 .map_err(|error| ConfigError::Address { message: error.to_string() })?,
         };
         let has_msetex = AtomicBool::new(false);
+        let looked_over = Arc::<AtomicBool>::default();
         let server = Arc::new(Server { source, clock: self.clock, has_msetex });
         let limits =
             Limits { batch: self.batch, in_flight: self.in_flight, patience: self.deadline };
         let shared = Shared {
             lane: Arc::new(Lane::new(server.clone(), limits)),
             server,
-            guard: Guard::new(&self.breaker, self.deadline, self.hook),
+            guard: Guard::new(
+                &self.breaker,
+                self.deadline,
+                Some(hook(looked_over.clone(), self.hook)),
+            ),
             prefix: prefix.into(),
             key: self.key.into(),
             deadline: self.deadline,
             instances: self.instances,
-            looked_over: AtomicBool::new(false),
+            looked_over,
         };
         Ok(RedisStore { shared: Arc::new(shared) })
     }
+}
+
+/// A server that was down may be another one now.
+fn hook(looked_over: Arc<AtomicBool>, own: Option<Hook>) -> Hook {
+    Box::new(move |change| {
+        if *change == StateChange::Up {
+            looked_over.store(false, Relaxed);
+        }
+        if let Some(own) = &own {
+            own(change);
+        }
+    })
 }
 
 fn is_namespace(text: &str) -> bool {

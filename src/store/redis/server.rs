@@ -38,8 +38,8 @@ impl Server {
             }
             result => result,
         };
-        if let Err(StoreError::Refused { message, .. }) = &result
-            && message.contains("MSETEX")
+        if let Err(error) = &result
+            && error.is_about_command("msetex")
         {
             // This is another server than the one that had it.
             self.has_msetex.store(false, Relaxed);
