@@ -10,10 +10,16 @@
 //! less is.
 //!
 //! - `throughput`: callers that decide one request after the other, as fast as they get answers, over
-//!   100k keys in turns or one hot key, with one policy or a stack of three.
+//!   100k keys in turns or one hot key, with one policy or a stack of three. What a decision costs in
+//!   CPU is printed, too: on a machine that does other things meanwhile, that says more.
 //! - `latency`: requests that come at random moments, half as many as could be decided.
 //! - `memory`: what the server's `used_memory` grows by.
 //! - `settings`: batch sizes and batches in flight against each other; only on demand.
+//!
+//! The peer `plain` is one call of one script for each policy, over one multiplexed connection; `bb8-redis`
+//! the same on connections of a pool with its defaults; `redis-benchmark` calls tollgate's script with full
+//! batches, which is what the server could do if clients cost nothing. `limitador` takes part if its
+//! program was built: see benches/limitador.
 
 // The line that each figure ends with is shared with the other benches.
 #[allow(dead_code, reason = "the timing of operations that do not wait is not needed here")]

@@ -1,6 +1,6 @@
 //! Clients that ask for more than the limit, through all instances at once.
 
-use crate::{BoxError, TIME, instance::DECIDED_AT};
+use crate::{BoxError, TIME, WARM_UP, instance::DECIDED_AT};
 use axum::{
     body::Bytes,
     http::{Request, StatusCode},
@@ -25,7 +25,6 @@ pub(crate) struct Run {
     /// By instance.
     pub(crate) tallies: Vec<Tally>,
     pub(crate) decisions: Vec<Sample>,
-    pub(crate) time: Duration,
 }
 
 #[derive(Clone, Default)]
@@ -43,23 +42,30 @@ pub(crate) struct Sample {
 }
 
 impl Run {
-    pub(crate) fn sent(&self) -> u64 {
-        self.tallies.iter().map(|tally| tally.sent).sum()
-    }
-
     pub(crate) fn admitted(&self) -> u64 {
         self.tallies.iter().map(|tally| tally.admitted).sum()
     }
 
-    /// From the first decision to the last, by the clock that they were made by.
-    pub(crate) fn span(&self) -> Duration {
+    /// The first decision and the last, by the clock that they were made by.
+    fn ends_us(&self) -> (u64, u64) {
         let times = || self.decisions.iter().map(|decision| decision.time_us);
-        let span_us = times().max().unwrap_or(0) - times().min().unwrap_or(0);
-        Duration::from_micros(span_us)
+        (times().min().unwrap_or(0), times().max().unwrap_or(0))
     }
 
-    pub(crate) fn per_second(&self, count: u64) -> f64 {
-        count as f64 / self.time.as_secs_f64()
+    /// From the first decision to the last.
+    pub(crate) fn span(&self) -> Duration {
+        let (first_us, last_us) = self.ends_us();
+        Duration::from_micros(last_us - first_us)
+    }
+
+    /// How many requests were sent and how many admitted a second, after the bursts were spent.
+    pub(crate) fn per_second(&self) -> (f64, f64) {
+        let (first_us, last_us) = self.ends_us();
+        let from_us = first_us + WARM_UP.as_micros() as u64;
+        let counted = || self.decisions.iter().filter(|decision| decision.time_us > from_us);
+        let admitted = counted().filter(|decision| decision.admitted).count();
+        let seconds = last_us.saturating_sub(from_us) as f64 / 1e6;
+        (counted().count() as f64 / seconds, admitted as f64 / seconds)
     }
 }
 
@@ -95,7 +101,7 @@ pub(crate) async fn overrun(title: &str, instances: &[SocketAddr]) -> Result<Run
         decisions.push(decision);
         display.show(&tallies, start.elapsed());
     }
-    Ok(Run { tallies, decisions, time: start.elapsed() })
+    Ok(Run { tallies, decisions })
 }
 
 /// A client with one connection to an instance, which it keeps.

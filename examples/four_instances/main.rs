@@ -22,16 +22,19 @@ use server::Server;
 use std::{env, error::Error, process::ExitCode, time::Duration};
 use tollgate::Quota;
 
-/// What each instance says. The burst is small, so that what is admitted over some seconds is nearly
-/// the rate alone.
+/// What each instance says. With a burst an instance that gets no requests for a moment, on a busy
+/// machine, can make up for it.
 const QUOTA: Quota = Quota::per_second(RATE).burst(BURST);
 const RATE: u64 = 100;
-const BURST: u64 = 10;
+const BURST: u64 = 50;
 
 const INSTANCES: usize = 4;
 
 /// How long each kind of state is overrun.
 const TIME: Duration = Duration::from_secs(4);
+
+/// After how long the bursts are spent, and what is admitted a second is the rate alone.
+const WARM_UP: Duration = Duration::from_secs(1);
 
 pub(crate) type BoxError = Box<dyn Error + Send + Sync>;
 
@@ -79,7 +82,15 @@ usage: four_instances [--once]
 async fn demonstrate(once: bool) -> Result<(), BoxError> {
     let server = Server::find().await?;
     println!("Four instances say \"{RATE} requests a second\". All of them get far more.");
-    let local = overrun("local state", &["local"]).await?;
+    let mut local = overrun("local state", &["local"]).await?;
+    for _ in 0..2 {
+        // On a busy machine, an instance may get no requests for so long that its bucket is full.
+        if table::is_about_four_times(&local) {
+            break;
+        }
+        println!("Some of them got nothing for a while. Once more.");
+        local = overrun("local state", &["local"]).await?;
+    }
     // Two runs of this program on one server are two services.
     let namespace = format!("four-instances-{}", std::process::id());
     let redis = overrun("state in Redis", &["redis", &server.url, &namespace]).await?;

@@ -4,7 +4,7 @@
 
 use limitador::{
     AsyncRateLimiter,
-    limit::{Context, Limit},
+    limit::{Context, Limit, Namespace},
     storage::redis::AsyncRedisStorage,
 };
 use std::{
@@ -32,7 +32,7 @@ async fn main() {
         let user = "user".try_into().unwrap();
         limiter.add_limit(Limit::new("bench", 1_000_000_000, 3_600 * policy, [], [user]));
     }
-    let namespace = Arc::new("bench".into());
+    let namespace: Arc<Namespace> = Arc::new("bench".into());
 
     let start = Instant::now();
     let mut tasks = JoinSet::new();
