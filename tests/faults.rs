@@ -993,3 +993,23 @@ async fn a_server_that_talks_nonsense() {
         let _ = timeout(secs(5), instance.store.check()).await.expect("an answer");
     }
 }
+
+/// A caller that went away says nothing about the connection that its request was on.
+#[tokio::test]
+async fn a_connection_is_kept_when_a_caller_goes_away() {
+    let server = Server::start(Flavour::Redis7);
+    let proxy = Proxy::start(server.port()).await;
+    let instance = Instance::of(&proxy.url());
+    instance.holds().await;
+    until("it is looked over", async || support::fleet::calls_of(&server, "info") > 0).await;
+    let accepted = proxy.accepted();
+    for _ in 0..3 {
+        proxy.set(Fault::Stall);
+        let _ = timeout(ms(5), instance.limiter.check_async("u")).await;
+        proxy.set(Fault::Pass);
+        // Longer than a call may take.
+        tokio::time::sleep(2 * DEADLINE).await;
+        instance.admits("u").await;
+    }
+    assert_eq!(proxy.accepted(), accepted);
+}
