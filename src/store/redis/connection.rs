@@ -137,8 +137,9 @@ pub(super) struct Manager {
 
 pub(super) struct Connection {
     inner: MultiplexedConnection,
-    /// When the first call was made that had no reply since, nor any after it.
-    unanswered_since_us: Option<u64>,
+    /// How many calls there were since the last reply, and when the first of them was made.
+    unanswered: u32,
+    unanswered_since_us: u64,
     patience: Duration,
     broken: Arc<AtomicBool>,
 }
@@ -147,21 +148,24 @@ impl Connection {
     fn is_broken(&self) -> bool {
         // A call that was given up says nothing, but if the next one stays without a reply as well,
         // the connection may lead nowhere.
-        let is_silent = self.unanswered_since_us.is_some_and(|since_us| {
-            let silent_us = Clock::system().now_us().saturating_sub(since_us);
+        let is_silent = || {
+            let silent_us = Clock::system().now_us().saturating_sub(self.unanswered_since_us);
             Duration::from_micros(silent_us) > self.patience * 3 / 2
-        });
-        is_silent || self.broken.load(Relaxed)
+        };
+        self.unanswered > 1 && is_silent() || self.broken.load(Relaxed)
     }
 
     async fn query(&mut self, command: &Cmd) -> Result<Value, StoreError> {
-        self.unanswered_since_us.get_or_insert_with(|| Clock::system().now_us());
+        if self.unanswered == 0 {
+            self.unanswered_since_us = Clock::system().now_us();
+        }
+        self.unanswered += 1;
         // A future that is dropped here leaves a reply behind, which the connection throws away.
         let result = send(&mut self.inner, command).await;
         match &result {
             Err(StoreError::Late) => {}
             Err(error) if error.breaks_connection() => self.broken.store(true, Relaxed),
-            _ => self.unanswered_since_us = None,
+            _ => self.unanswered = 0,
         }
         result
     }
@@ -191,7 +195,8 @@ impl ManageConnection for Manager {
             });
         let connecting = self.client.get_multiplexed_async_connection_with_config(&config);
         let inner = without_panic(connecting).await?;
-        Ok(Connection { inner, unanswered_since_us: None, patience: self.patience, broken })
+        let patience = self.patience;
+        Ok(Connection { inner, unanswered: 0, unanswered_since_us: 0, patience, broken })
     }
 
     async fn is_valid(&self, _: &mut Connection) -> Result<(), RedisError> {

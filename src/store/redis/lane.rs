@@ -211,9 +211,10 @@ impl Drop for Batch {
     }
 }
 
+/// Whatever this is, it is no store.
 fn unreadable() -> StoreError {
     StoreError::Refused {
-        code: "ERR".to_owned(),
+        code: "UNREADABLE".to_owned(),
         message: "the script's reply cannot be read; is this a Redis or Valkey server?".to_owned(),
     }
 }
