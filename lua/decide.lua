@@ -12,7 +12,7 @@
 -- TTL      a key expires when all of its states equal those of a caller never seen, or later. Where
 --          nothing was charged, nothing is written, unless a state had to be brought to another quota
 --          or back from the future of a clock that was put back.
-local requests, names = ARGV[2], KEYS
+local requests, names, byte = ARGV[2], KEYS, string.byte
 local identities_count, has_msetex, at = unpack('<I2B', requests)
 local rules = read_rules(ARGV[1])
 read_identities(identities_count)
@@ -42,7 +42,11 @@ while at <= last do
     bits = bits + bit
     if charging then
       for i = 1, count do
-        if costs[i] > 0 then charge(keys[i], charged[i], costs[i]) end
+        local key, rule, cost = keys[i], charged[i], costs[i]
+        if cost > 0 then
+          rule.kind.charge(rule, key, cost)
+          change(key, rule)
+        end
       end
     end
   end

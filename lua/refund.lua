@@ -20,8 +20,7 @@ while at <= #charges do
   if values[key] then
     if not rule.states[key] then settle(key, rule, KEYS[ring]) end
     rule.kind.refund(rule, key, cost, spent_us, then_told)
-    changed[key] = true
-    if kept[rule] then kept[rule][key] = nil end
+    change(key, rule)
   end
 end
 write_identities(rules, false)

@@ -7,7 +7,7 @@ use std::{
     future::Future as _,
     pin::Pin,
     sync::{
-        Arc,
+        Arc, LazyLock,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
     task::{Context, Poll},
@@ -37,7 +37,9 @@ impl Clock {
     /// The system's wall clock.
     #[must_use]
     pub fn system() -> Self {
-        Self(Source::System(Arc::new(SystemClock::new())))
+        // Making one asks the processor what it is, which takes a virtual machine tens of microseconds.
+        static SYSTEM: LazyLock<Arc<SystemClock>> = LazyLock::new(|| Arc::new(SystemClock::new()));
+        Self(Source::System(SYSTEM.clone()))
     }
 
     /// A clock of one's own: a function that gives the time since the Unix epoch. It is called once

@@ -5,9 +5,9 @@
 local function define_fixed_window()
   local window_end = define_calendar()
 
-  local function prepare(kind, id, length, _, _, limit, span, period, longest)
+  local function prepare(kind, id, code, _, _, length, limit, span, period, longest)
     return {
-      kind = kind, states = {}, ends = {}, id = id, length = length,
+      kind = kind, states = {}, ends = {}, id = id, code = code * 32, length = length,
       limit = limit, longest = longest, from_first_hit = span == 1,
       window_end = window_end[span](period),
     }
@@ -18,8 +18,9 @@ local function define_fixed_window()
   end
 
   local function read(rule, key, bytes, at)
-    local id, length, fresh, count = unpack('<I3BI7I7', bytes, at)
-    if id ~= rule.id or length ~= rule.length then return false end
+    local id, low, high, count = unpack('<I2I6BI7', bytes, at)
+    if id ~= rule.id or high < rule.code or high > rule.code + 31 then return false end
+    local fresh = low + (high - rule.code) * LOW
     if fresh <= now or count == 0 then
       start(rule, key)
       return true, false
@@ -43,7 +44,8 @@ local function define_fixed_window()
   local function write(rule, key)
     local count = rule.states[key]
     local fresh = count > 0 and rule.ends[key] or 0
-    return pack('<I3BI7I7', rule.id, rule.length, fresh, count), fresh
+    local high = floor(fresh / LOW)
+    return pack('<I2I6BI7', rule.id, fresh - high * LOW, high + rule.code, count), fresh
   end
 
   -- `last_end` is the end of the window that it was spent in, or the latest that it can be.

@@ -1,25 +1,29 @@
--- All small states of an identity are records in one string under one key. A record is:
---   the id of its policy (3 bytes), its length (1), the instant from which on it equals that of a
---   caller never seen (7), and what the algorithm makes of the rest.
--- Whole numbers are little-endian. Records of policies that are not asked are kept as they are, as
--- long as they mean something.
-local define = { define_meter, define_fixed_window, define_sliding_window, define_sliding_log }
+-- All small states of an identity are records in one string under one key. A record begins with
+--   a hash of its policy's name and algorithm (2 bytes), and
+--   the instant from which on it equals that of a caller never seen, with the record's code (7);
+-- what follows is up to the algorithm. Whole numbers are little-endian. The codes:
+--   0 to 3   a bucket, with terms in short (bit 0: and the units of a full one; bit 1: and drops to
+--            spare)
+--   4        a bucket with terms in full, behind the length of the record
+--   5, 6, 7  fixed window, sliding window, sliding log
+-- Records of policies that are not asked are kept as they are, as long as they mean something.
 
--- The rules that requests are held against, one after the other: kind, id, six numbers, the terms to
--- be kept in a record, the format of what follows them, and the length of the whole. A rule has the
--- functions of its kind, and its states by the index of their identity in KEYS.
+-- The rules that requests are held against, one after the other: kind, id, code, six numbers, terms,
+-- the format of what is to spare, and the length of a record. A rule has the functions of its kind,
+-- and its states by the index of their identity in KEYS.
 local function read_rules(packed)
+  local define = { define_meter, define_fixed_window, define_sliding_window, define_sliding_log }
   local rules, kinds, at = {}, {}, 1
   while at <= #packed do
-    local index, id, a, b, c, d, e, f, terms, counters, length
-    index, id, a, b, c, d, e, f, terms, counters, length, at =
-      unpack('<BI3I7I7I7I7I7I7Bc0Bc0B', packed, at)
+    local index, id, code, a, b, c, d, e, f, terms, spare, length
+    index, id, code, a, b, c, d, e, f, terms, spare, length, at =
+      unpack('<BI2BI7I7I7I7I7I7Bc0Bc0B', packed, at)
     local kind = kinds[index]
     if not kind then
       kind = define[index]()
       kinds[index] = kind
     end
-    local rule = kind.prepare(kind, id, length, terms, counters, a, b, c, d, e, f)
+    local rule = kind.prepare(kind, id, code, terms, spare, length, a, b, c, d, e, f)
     -- Requests may have different quotas of one policy: whoever comes last has its state.
     for i = 1, #rules do
       if rules[i].id == id then
@@ -35,114 +39,140 @@ local function read_rules(packed)
 end
 
 -- The string of each identity, by its index in KEYS; where in it those records begin that were not
--- looked at; and all that were taken out of it and belong to no rule.
-local values, nexts, others = {}, {}, {}
--- Which identities were changed.
-local changed = {}
--- Records that stay as they are unless something is charged, by rule.
-local kept = {}
+-- looked at; and which identities were changed.
+local values, nexts, changed = {}, {}, {}
+-- Records that stay as they are unless something is charged, by rule; and those that were taken out
+-- of a string and belong to no rule, by identity.
+local kept, others
 
 -- Reads the strings of the first `count` keys.
 local function read_identities(count)
   if count > 0 then values = call('MGET', unpack_list(KEYS, 1, count)) end
 end
 
--- Takes the rest of the string apart.
-local function read_all(key)
-  local value, at = values[key], nexts[key] or 1
-  local list = others[key] or {}
-  others[key] = list
-  if not value then return list end
-  while at + HEAD - 1 <= #value do
-    local id, length, fresh = unpack('<I3BI7', value, at)
-    -- This was written by somebody else.
-    if length < HEAD or at + length - 1 > #value then break end
-    list[#list + 1] = { id = id, fresh = fresh, raw = sub(value, at, at + length - 1) }
-    at = at + length
-  end
-  nexts[key] = #value + 1
-  return list
-end
+-- For strings that are not as their rules left them.
+local apart
+local function define_apart()
+  kept, others = {}, {}
 
--- A record that was not as its rule leaves it, or not where it was expected: that of another quota,
--- or one behind others.
-local function take_apart(key, rule, ring)
-  local raw
-  for i = 1, #(rule.twins or '') do
-    local twin = rule.twins[i]
-    if twin ~= rule and twin.states[key] then
-      raw = kept[twin] and kept[twin][key] or twin.kind.write(twin, key)
-      twin.states[key] = nil
-      if kept[twin] then kept[twin][key] = nil end
-    end
+  -- The length of a record, as far as it can be told.
+  local function length_at(value, at, code)
+    if code > 4 then return code == 5 and 16 or code == 6 and 30 or 25 end
+    local byte = string.byte(value, at + 9)
+    if not byte or code == 4 then return byte end
+    return 10 + floor(byte / 32) * (1 + code % 2) + (code > 1 and 3 or 0)
   end
-  if not raw then
-    local list = read_all(key)
-    for i = 1, #list do
-      if list[i].id == rule.id then
-        raw = table.remove(list, i).raw
-        break
+
+  -- Takes the rest of a string apart.
+  local function read_all(key)
+    local value, at = values[key], nexts[key] or 1
+    local list = others[key] or {}
+    others[key] = list
+    if not value then return list end
+    while at + 8 <= #value do
+      local id, low, high = unpack('<I2I6B', value, at)
+      local length = length_at(value, at, floor(high / 32))
+      -- This was written by somebody else.
+      if not length or length < 10 or at + length - 1 > #value then break end
+      local raw = sub(value, at, at + length - 1)
+      list[#list + 1] = { id = id, fresh = low + high % 32 * LOW, raw = raw }
+      at = at + length
+    end
+    nexts[key] = #value + 1
+    return list
+  end
+
+  -- A record that was not as its rule leaves it, or not where it was expected: that of another quota,
+  -- or one behind others.
+  local function take(key, rule, ring)
+    local raw
+    for i = 1, #(rule.twins or '') do
+      local twin = rule.twins[i]
+      if twin ~= rule and twin.states[key] then
+        raw = kept[twin] and kept[twin][key] or twin.kind.write(twin, key)
+        twin.states[key] = nil
+        if kept[twin] then kept[twin][key] = nil end
       end
     end
-  end
-  if not raw then return rule.kind.start(rule, key, ring) end
-  local read, moved = false
-  if #raw >= rule.length then read, moved = rule.kind.read(rule, key, raw, 1, ring) end
-  if not read then
-    local take_over = rule.kind.take_over
-    if take_over then moved = take_over(rule, key, raw) else rule.kind.start(rule, key, ring) end
-    if not moved then
-      kept[rule] = kept[rule] or {}
-      kept[rule][key] = raw
+    if not raw then
+      local list = read_all(key)
+      for i = 1, #list do
+        if list[i].id == rule.id then
+          raw = table.remove(list, i).raw
+          break
+        end
+      end
     end
+    local read, moved
+    if raw and #raw >= rule.length then read, moved = rule.kind.read(rule, key, raw, 1, ring) end
+    if not read then
+      local take_over = raw and rule.kind.take_over
+      if take_over then moved = take_over(rule, key, raw) else rule.kind.start(rule, key, ring) end
+      if take_over and not moved then
+        kept[rule] = kept[rule] or {}
+        kept[rule][key] = raw
+      end
+    end
+    if moved then changed[key] = true end
   end
-  if moved then changed[key] = true end
+
+  return { read_all = read_all, take = take }
 end
 
 -- Brings the state of a rule's policy for an identity to the present.
 local function settle(key, rule, ring)
-  local value, at = values[key], nexts[key] or 1
-  if not value and not rule.twins then return rule.kind.start(rule, key, ring) end
-  local after = at + rule.length
-  if value and not rule.twins and after <= #value + 1 then
-    -- Mostly what comes next is the one, and as this rule left it.
-    local read, moved = rule.kind.read(rule, key, value, at, ring)
-    if read then
-      nexts[key] = after
-      if moved then changed[key] = true end
-      return
+  local value = values[key]
+  if not rule.twins then
+    if not value then return rule.kind.start(rule, key, ring) end
+    local at = nexts[key] or 1
+    local after = at + rule.length
+    if after <= #value + 1 then
+      -- Mostly what comes next is the one, and as this rule left it.
+      local read, moved = rule.kind.read(rule, key, value, at, ring)
+      if read then
+        nexts[key] = after
+        if moved then changed[key] = true end
+        return
+      end
     end
   end
-  take_apart(key, rule, ring)
+  apart = apart or define_apart()
+  apart.take(key, rule, ring)
 end
 
--- Charges what there is room for.
-local function charge(key, rule, cost)
-  rule.kind.charge(rule, key, cost)
+-- Notes that the state of a rule's policy for an identity is not what is on record.
+local function change(key, rule)
   changed[key] = true
-  if kept[rule] then kept[rule][key] = nil end
+  if kept and kept[rule] then kept[rule][key] = nil end
 end
 
 -- The string of an identity that was changed, and from when on it means nothing.
-local function write_identity(key, rules)
+local function join(key, rules)
   local value, fresh
   for i = 1, #rules do
     local rule = rules[i]
     if rule.states[key] then
-      local raw, until_us = kept[rule] and kept[rule][key]
-      if raw then until_us = unpack('<I7', raw, 5) else raw, until_us = rule.kind.write(rule, key) end
+      local raw, until_us = kept and kept[rule] and kept[rule][key]
+      if raw then
+        local low, high = unpack('<I6B', raw, 3)
+        until_us = low + high % 32 * LOW
+      else
+        raw, until_us = rule.kind.write(rule, key)
+      end
       if until_us > now then
         value, fresh = value and value .. raw or raw, max(fresh or 0, until_us)
       end
     end
   end
-  local at = nexts[key]
-  if others[key] or values[key] and (not at or at <= #values[key]) then
-    local list = read_all(key)
-    for i = 1, #list do
-      if list[i].fresh > now then
-        value, fresh = (value or '') .. list[i].raw, max(fresh or 0, list[i].fresh)
-      end
+  local known = values[key]
+  if known and (nexts[key] or 1) <= #known then
+    apart = apart or define_apart()
+    apart.read_all(key)
+  end
+  local list = others and others[key]
+  for i = 1, #(list or '') do
+    if list[i].fresh > now then
+      value, fresh = (value or '') .. list[i].raw, max(fresh or 0, list[i].fresh)
     end
   end
   return value, fresh
@@ -151,11 +181,11 @@ end
 -- Writes what was changed, with the time that it is worth keeping. A power of two of milliseconds is
 -- close enough: to be kept for longer is harmless, since a state is judged by the instants in it.
 local function write_identities(rules, has_msetex)
-  local batches, expiries, frexp = {}, {}, math.frexp
+  local expiries, batches, frexp, names = {}, {}, math.frexp, KEYS
   for key in pairs(changed) do
-    local value, fresh = write_identity(key, rules)
+    local value, fresh = join(key, rules)
     if not value then
-      call('DEL', KEYS[key])
+      call('DEL', names[key])
     else
       local _, class = frexp(ttl_ms(fresh))
       local expiry = expiries[class]
@@ -167,10 +197,10 @@ local function write_identities(rules, has_msetex)
         -- One command for all that expire at the same time.
         local batch = batches[expiry] or {}
         batches[expiry] = batch
-        batch[#batch + 1] = KEYS[key]
+        batch[#batch + 1] = names[key]
         batch[#batch + 1] = value
       else
-        call('SET', KEYS[key], value, 'PX', expiry)
+        call('SET', names[key], value, 'PX', expiry)
       end
     end
   end

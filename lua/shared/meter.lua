@@ -2,41 +2,14 @@
 -- Rule: tick in microseconds, drops per tick, drops per unit, capacity in drops, how many ticks ahead
 -- a state can be, how many drops can be counted.
 -- Record: when the bucket is empty; the terms that it is counted by; the drops that the last tick has
--- to spare.
+-- to spare, if a tick drains more than one. Terms are written in one of two ways (see `convert`).
 -- State: the drops in the bucket. Told: the same, before the request.
-local function define_meter()
 
-  local function prepare(kind, id, length, terms, counters, tick_us, drops_per_tick,
-      drops_per_unit, capacity, farthest, countable)
-    return {
-      kind = kind, states = {}, id = id, length = length, terms = terms, counters = counters,
-      format = '<I3BI7c' .. #terms .. counters,
-      tick_us = tick_us, drops_per_tick = drops_per_tick, drops_per_unit = drops_per_unit,
-      capacity = capacity, farthest = farthest, countable = countable, tick = floor(now / tick_us),
-    }
-  end
-
-  local function start(rule, key)
-    rule.states[key] = 0
-  end
-
-  local function read(rule, key, bytes, at)
-    local id, length, fresh, terms, spare = unpack(rule.format, bytes, at)
-    if id ~= rule.id or length ~= rule.length or terms ~= rule.terms then return false end
-    local ahead = fresh / rule.tick_us - rule.tick
-    if ahead > rule.farthest then
-      rule.states[key] = rule.capacity
-      return true, true
-    end
-    if ahead <= 0 then
-      rule.states[key] = 0
-    elseif rule.drops_per_tick == 1 then
-      rule.states[key] = ahead
-    else
-      rule.states[key] = ahead * rule.drops_per_tick - spare
-    end
-    return true, false
-  end
+-- What only other quotas and refunds need.
+local function define_meter_conversion()
+  local PERIODS_MS = { [0] = 1, 10, 100, 1000, 2000, 5000, 10000, 15000, 20000, 30000, 60000, 120000,
+    300000, 600000, 900000, 1200000, 1800000, 3600000, 7200000, 10800000, 14400000, 21600000,
+    28800000, 43200000, 86400000, 604800000, 2592000000, 31536000000 }
 
   -- The least whole number that is not below a * b / c, or 2^53 if that is larger. The product may be
   -- beyond what doubles hold, so it is divided bit by bit.
@@ -57,16 +30,41 @@ local function define_meter()
     return remainder > 0 and quotient + 1 or quotient
   end
 
-  local function convert(rule, bytes)
-    local fresh, shape, at = unpack('<I7I2', bytes, 5)
-    local tick_us = 10 ^ (3 * floor(shape / 512))
-    local wide, unit_width, units_width = floor(shape / 64) % 8, floor(shape / 8) % 8, shape % 8
-    local drops_per_tick, spare, drops_per_unit, units = 1, 0
-    if wide > 0 then drops_per_tick, at = unpack('<I' .. wide, bytes, at) end
-    drops_per_unit, at = unpack('<I' .. unit_width, bytes, at)
-    units, at = unpack('<I' .. units_width, bytes, at)
-    if wide > 0 then spare = unpack('<I' .. wide, bytes, at) end
+  local function gcd(a, b)
+    while b > 0 do a, b = b, a % b end
+    return a
+  end
 
+  -- The terms of a record: tick, drops per tick, drops per unit, units of a full bucket, and the drops
+  -- to spare. The short way has the index of a common period, units per period, and the units of a
+  -- full bucket if those are more or fewer; drops are microseconds then. The long way has it all.
+  local function read_terms(bytes, code)
+    if code == 4 then
+      local shape, at = unpack('<I2', bytes, 11)
+      local tick_us = 10 ^ (3 * floor(shape / 512))
+      local wide, unit_width, units_width = floor(shape / 64) % 8, floor(shape / 8) % 8, shape % 8
+      local drops_per_tick, spare, drops_per_unit, units = 1, 0
+      if wide > 0 then drops_per_tick, at = unpack('<I' .. wide, bytes, at) end
+      drops_per_unit, at = unpack('<I' .. unit_width, bytes, at)
+      units, at = unpack('<I' .. units_width, bytes, at)
+      if wide > 0 then spare = unpack('<I' .. wide, bytes, at) end
+      return tick_us, drops_per_tick, drops_per_unit, units, spare
+    end
+    local shape = unpack('B', bytes, 10)
+    local number = '<I' .. floor(shape / 32)
+    local limit, at = unpack(number, bytes, 11)
+    local units, spare = limit, 0
+    if code % 2 == 1 then units, at = unpack(number, bytes, at) end
+    if code >= 2 then spare = unpack('<I3', bytes, at) end
+    local period = PERIODS_MS[shape % 32] * 1000
+    local divisor = gcd(limit, period)
+    return 1, limit / divisor, period / divisor, units, spare
+  end
+
+  local function convert(rule, bytes)
+    local low, high = unpack('<I6B', bytes, 3)
+    local fresh, code = low + high % 32 * LOW, floor(high / 32)
+    local tick_us, drops_per_tick, drops_per_unit, units, spare = read_terms(bytes, code)
     local ahead = floor(fresh / tick_us) - floor(now / tick_us)
     if ahead > 2 * ceil(units * drops_per_unit / drops_per_tick) then return rule.capacity, true end
     local drops = max(ahead * drops_per_tick - spare, 0)
@@ -83,10 +81,75 @@ local function define_meter()
     return min(level, rule.countable), level <= rule.countable and faster
   end
 
+  -- A bucket that holds more than a full one, by another quota, says so, or it would look like one of
+  -- a clock that was put back.
+  local function write_overfull(rule, level, fresh, spare)
+    local function width(number)
+      local bytes = 1
+      while number >= 256 ^ bytes do bytes = bytes + 1 end
+      return bytes
+    end
+    local units = ceil(level / rule.drops_per_unit)
+    local wide = rule.drops_per_tick > 1 and width(rule.drops_per_tick) or 0
+    local unit_width, units_width = width(rule.drops_per_unit), width(units)
+    local tick = rule.tick_us == 1 and 0 or rule.tick_us == 1000 and 1 or 2
+    local length = 12 + 2 * wide + unit_width + units_width
+    local raw = pack('<I2I6BBI2', rule.id, fresh % LOW, floor(fresh / LOW) + 4 * 32, length,
+      tick * 512 + wide * 64 + unit_width * 8 + units_width)
+    if wide > 0 then raw = raw .. pack('<I' .. wide, rule.drops_per_tick) end
+    raw = raw .. pack('<I' .. unit_width .. 'I' .. units_width, rule.drops_per_unit, units)
+    return wide > 0 and raw .. pack('<I' .. wide, spare) or raw
+  end
+
+  -- `level` is what the bucket held right after this was spent, of which the cost was the top.
+  local function refund(rule, key, cost, spent_us, level)
+    local elapsed = floor(now / rule.tick_us) - floor(spent_us / rule.tick_us)
+    local drops = cost * rule.drops_per_unit
+    local drained = max(elapsed, 0) * rule.drops_per_tick
+    local left = min(max(max(level, drops) - drained, 0), drops)
+    rule.states[key] = max(rule.states[key] - left, 0)
+  end
+
+  return { convert = convert, write_overfull = write_overfull, refund = refund }
+end
+
+local function define_meter()
+  local conversion
+
+  local function prepare(kind, id, code, terms, spare, length, tick_us, drops_per_tick,
+      drops_per_unit, capacity, farthest, countable)
+    return {
+      kind = kind, states = {}, id = id, code = code * 32, terms = terms, length = length,
+      format = '<I2I6Bc' .. #terms .. spare,
+      tick_us = tick_us, drops_per_tick = drops_per_tick, drops_per_unit = drops_per_unit,
+      capacity = capacity, farthest = farthest, countable = countable, tick = floor(now / tick_us),
+    }
+  end
+
+  local function read(rule, key, bytes, at)
+    local id, low, high, terms, spare = unpack(rule.format, bytes, at)
+    if id ~= rule.id or terms ~= rule.terms then return false end
+    high = high - rule.code
+    if high < 0 or high > 31 then return false end
+    local ahead = (low + high * LOW) / rule.tick_us - rule.tick
+    if ahead <= 0 then
+      rule.states[key] = 0
+    elseif ahead > rule.farthest then
+      rule.states[key] = rule.capacity
+      return true, true
+    elseif rule.drops_per_tick == 1 then
+      rule.states[key] = ahead
+    else
+      rule.states[key] = ahead * rule.drops_per_tick - spare
+    end
+    return true
+  end
+
   -- Takes over what was counted by other terms: tokens used stay used. Returns whether it has to be
   -- kept even if nothing is charged, since what was promised would not hold.
   local function take_over(rule, key, bytes)
-    local is_ours, level, keep = pcall(convert, rule, bytes)
+    conversion = conversion or define_meter_conversion()
+    local is_ours, level, keep = pcall(conversion.convert, rule, bytes)
     if not is_ours then level, keep = 0, false end
     rule.states[key] = level
     if level > rule.capacity then
@@ -103,52 +166,28 @@ local function define_meter()
     return n + 1, level + cost * rule.drops_per_unit <= rule.capacity or cost == 0
   end
 
-  local function charge(rule, key, cost)
-    rule.states[key] = rule.states[key] + cost * rule.drops_per_unit
-  end
-
-  -- A bucket that holds more than a full one, by another quota, says so, or it would look like one of
-  -- a clock that was put back.
-  local function pack_overfull(rule, level, fresh, spare)
-    local units = ceil(level / rule.drops_per_unit)
-    local shape = unpack('<I2', rule.terms)
-    local own_width = shape % 8
-    local width = own_width
-    while units >= 256 ^ width do width = width + 1 end
-    local terms = pack('<I2', shape - own_width + width)
-      .. sub(rule.terms, 3, #rule.terms - own_width) .. pack('<I' .. width, units)
-    if rule.counters ~= '' then terms = terms .. pack('<' .. rule.counters, spare) end
-    return pack('<I3BI7', rule.id, HEAD + #terms, fresh) .. terms
-  end
-
   local function write(rule, key)
     local level = rule.states[key]
     local ticks = ceil(level / rule.drops_per_tick)
     local spare = ticks * rule.drops_per_tick - level
     local fresh = (rule.tick + ticks) * rule.tick_us
     if rule.overfull and rule.overfull[key] and level > rule.capacity then
-      return pack_overfull(rule, level, fresh, spare), fresh
+      return conversion.write_overfull(rule, level, fresh, spare), fresh
     end
-    return pack(rule.format, rule.id, rule.length, fresh, rule.terms, spare), fresh
-  end
-
-  -- `level` is what the bucket held right after this was spent, of which the cost was the top.
-  local function refund(rule, key, cost, spent_us, level)
-    local elapsed = floor(now / rule.tick_us) - floor(spent_us / rule.tick_us)
-    local drops = cost * rule.drops_per_unit
-    local drained = max(elapsed, 0) * rule.drops_per_tick
-    local left = min(max(max(level, drops) - drained, 0), drops)
-    rule.states[key] = max(rule.states[key] - left, 0)
+    local high = floor(fresh / LOW)
+    return pack(rule.format, rule.id, fresh - high * LOW, high + rule.code, rule.terms, spare), fresh
   end
 
   return {
     prepare = prepare,
-    start = start,
+    start = function(rule, key) rule.states[key] = 0 end,
     read = read,
     take_over = take_over,
     ask = ask,
-    charge = charge,
+    charge = function(rule, key, cost)
+      rule.states[key] = rule.states[key] + cost * rule.drops_per_unit
+    end,
     write = write,
-    refund = refund,
+    refund = function(...) return define_meter_conversion().refund(...) end,
   }
 end

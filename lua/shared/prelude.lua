@@ -2,14 +2,12 @@
 -- constructors see to that. So `floor(a / b)` and `ceil(a / b)` are exact too: a quotient that is no
 -- whole number is at least `1 / b` away from one, and rounding moves it by less.
 --
--- What is dear in Lua is to make things: a table costs more than all the arithmetic of a decision. So
--- states are kept in arrays by the index of their identity, one for each number, and what not every
--- call needs is defined where it is needed.
-local pack, unpack = struct.pack, struct.unpack
-local unpack_list = _G.unpack
+-- What is dear in Lua is to make things: a table costs more than all the arithmetic of a decision, and
+-- so does a function. So states are kept in arrays by the index of their identity, one for each
+-- number, and what most calls do not need is made by a function where it is needed.
+local pack, unpack, unpack_list = struct.pack, struct.unpack, unpack
 local floor, ceil, min, max = math.floor, math.ceil, math.min, math.max
-local byte, sub = string.byte, string.sub
-local call = redis.call
+local sub, call = string.sub, redis.call
 
 -- The present in microseconds since the Unix epoch. Read once; only tests give another.
 local now
@@ -27,5 +25,7 @@ local function ttl_ms(until_us)
   return max(ceil((until_us - now) / 1000), 1) + spare_ms
 end
 
--- The length of what all records begin with (identity.lua).
-local HEAD = 11
+-- An instant in a record takes seven bytes, of which the highest three bits are free: they hold the
+-- code that says what kind of record it is (identity.lua). It is read and written in two parts, since
+-- the whole would not be exact.
+local LOW = 2 ^ 48

@@ -12,9 +12,10 @@ local function define_sliding_log()
   local TIME = 7
   local rep = string.rep
 
-  local function prepare(kind, id, length, _, _, limit, window_us)
+  local function prepare(kind, id, code, _, _, length, limit, window_us)
     return {
-      kind = kind, states = {}, id = id, length = length, limit = limit, window_us = window_us,
+      kind = kind, states = {}, id = id, code = code * 32, length = length,
+      limit = limit, window_us = window_us,
     }
   end
 
@@ -76,8 +77,9 @@ local function define_sliding_log()
   end
 
   local function read(rule, key, bytes, at, ring)
-    local id, length, fresh, window_us, head, count, size = unpack('<I3BI7I7I3I3I3', bytes, at)
-    if id ~= rule.id or length ~= rule.length then return false end
+    local id, low, high, window_us, head, count, size = unpack('<I2I6BI7I3I3I3', bytes, at)
+    if id ~= rule.id or high < rule.code or high > rule.code + 31 then return false end
+    local fresh = low + (high - rule.code) * LOW
     local log = { ring = ring, newest = fresh - window_us, head = head, length = count, size = size }
     rule.states[key] = log
     local moved = log.newest > now + rule.window_us
@@ -127,7 +129,8 @@ local function define_sliding_log()
   local function write(rule, key)
     local log = rule.states[key]
     local fresh = log.length > 0 and log.newest + rule.window_us or 0
-    return pack('<I3BI7I7I3I3I3', rule.id, rule.length, fresh, rule.window_us,
+    local high = floor(fresh / LOW)
+    return pack('<I2I6BI7I3I3I3', rule.id, fresh - high * LOW, high + rule.code, rule.window_us,
       log.head, log.length, log.size), fresh
   end
 

@@ -6,11 +6,11 @@
 -- before the request.
 local function define_sliding_window()
 
-  local function prepare(kind, id, length, _, _, limit, tick_us, window, most)
+  local function prepare(kind, id, code, _, _, length, limit, tick_us, window, most)
     local window_us = window * tick_us
     return {
-      kind = kind, states = {}, starts = {}, previous = {}, id = id, length = length,
-      limit = limit, tick_us = tick_us, window = window, most = most,
+      kind = kind, states = {}, starts = {}, previous = {}, id = id, code = code * 32,
+      length = length, limit = limit, tick_us = tick_us, window = window, most = most,
       window_us = window_us, start_now = now - now % window_us,
     }
   end
@@ -26,8 +26,9 @@ local function define_sliding_window()
   end
 
   local function read(rule, key, bytes, at)
-    local id, length, fresh, window_us, current, previous = unpack('<I3BI7I7I7I7', bytes, at)
-    if id ~= rule.id or length ~= rule.length then return false end
+    local id, low, high, window_us, current, previous = unpack('<I2I6BI7I7I7', bytes, at)
+    if id ~= rule.id or high < rule.code or high > rule.code + 31 then return false end
+    local fresh = low + (high - rule.code) * LOW
     local start = max(fresh - 2 * window_us, 0)
     -- What was counted over another window, or by a clock that was far ahead, is put to this one.
     local other = window_us ~= rule.window_us
@@ -59,7 +60,9 @@ local function define_sliding_window()
   local function write(rule, key)
     local current, previous = rule.states[key], rule.previous[key]
     local fresh = current + previous > 0 and rule.starts[key] + 2 * rule.window_us or 0
-    return pack('<I3BI7I7I7I7', rule.id, rule.length, fresh, rule.window_us, current, previous), fresh
+    local high = floor(fresh / LOW)
+    return pack('<I2I6BI7I7I7', rule.id, fresh - high * LOW, high + rule.code, rule.window_us,
+      current, previous), fresh
   end
 
   local function refund(rule, key, cost, spent_us)

@@ -18,7 +18,7 @@ pub(crate) struct CodedRule {
 
 /// What stands for the name of a policy in its records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct PolicyId([u8; 3]);
+pub(crate) struct PolicyId([u8; 2]);
 
 /// One request, as a lane carries it.
 #[derive(Clone, Debug)]
@@ -55,9 +55,6 @@ const MOST: u64 = 1 << 53;
 /// Larger costs do not fit into the byte that most have.
 const LARGE_COST: u8 = 255;
 
-/// The length of what all records begin with.
-const RECORD_HEAD: usize = 11;
-
 /// What marks a request that only asks.
 const PEEKS: u16 = 0x8000;
 
@@ -65,21 +62,22 @@ impl PolicyId {
     /// Policies of one name but different algorithms have different states.
     pub(crate) fn new(name: &str, rule: &Rule) -> Self {
         let digest = Sha256::new().chain_update([kind(rule)]).chain_update(name).finalize();
-        Self([digest[0], digest[1], digest[2]])
+        Self([digest[0], digest[1]])
     }
 }
 
 impl CodedRule {
     pub(crate) fn new(policy: PolicyId, rule: &Rule) -> Self {
-        let (terms, counters, counters_length) = record_format(rule);
+        let Record { code, terms, spare, length } = Record::of(rule);
         let mut bytes = vec![kind(rule)];
         bytes.extend(policy.0);
+        bytes.push(code);
         rule.numbers().iter().for_each(|&number| push_number(&mut bytes, number));
-        for text in [&terms[..], counters.as_bytes()] {
+        for text in [&terms[..], spare.as_bytes()] {
             bytes.push(text.len() as u8);
             bytes.extend(text);
         }
-        bytes.push((RECORD_HEAD + terms.len() + counters_length) as u8);
+        bytes.push(length as u8);
         let told = match rule {
             Rule::Meter(_) => 1,
             Rule::FixedWindow(_) => 2,
@@ -100,32 +98,112 @@ const fn kind(rule: &Rule) -> u8 {
     }
 }
 
-/// What a record has behind its head: the terms that its numbers are in, the format of these, and
-/// their length.
-fn record_format(rule: &Rule) -> (Vec<u8>, String, usize) {
-    let fixed = |format: &str, length| (Vec::new(), format.to_owned(), length);
-    match rule {
-        Rule::Meter(meter) => {
-            let Terms { pace, units } = meter.terms();
-            // A bucket that drains a drop a tick never has drops to spare.
-            let drops_width = if pace.drops_per_tick == 1 { 0 } else { width(pace.drops_per_tick) };
-            let (unit_width, units_width) = (width(pace.drops_per_unit), width(units));
-            let tick = match pace.tick_us {
-                1 => 0,
-                1_000 => 1,
-                _ => 2,
-            };
-            let shape = tick << 9 | drops_width << 6 | unit_width << 3 | units_width;
-            let mut terms = (shape as u16).to_le_bytes().to_vec();
-            terms.extend(&pace.drops_per_tick.to_le_bytes()[..drops_width]);
-            terms.extend(&pace.drops_per_unit.to_le_bytes()[..unit_width]);
-            terms.extend(&units.to_le_bytes()[..units_width]);
-            let counters = if drops_width > 0 { format!("I{drops_width}") } else { String::new() };
-            (terms, counters, drops_width)
+/// What the records of a rule look like (`lua/shared/identity.lua`).
+struct Record {
+    code: u8,
+    /// The terms that its numbers are in.
+    terms: Vec<u8>,
+    /// The format of the drops that a bucket has to spare.
+    spare: String,
+    length: usize,
+}
+
+/// The length of what all records begin with.
+const HEAD: usize = 9;
+
+/// What the terms of a bucket may be told in, in milliseconds: `lua/shared/meter.lua` has the same.
+const PERIODS_MS: [u64; 28] = [
+    1,
+    10,
+    100,
+    1_000,
+    2_000,
+    5_000,
+    10_000,
+    15_000,
+    20_000,
+    30_000,
+    60_000,
+    120_000,
+    300_000,
+    600_000,
+    900_000,
+    1_200_000,
+    1_800_000,
+    3_600_000,
+    7_200_000,
+    10_800_000,
+    14_400_000,
+    21_600_000,
+    28_800_000,
+    43_200_000,
+    86_400_000,
+    604_800_000,
+    2_592_000_000,
+    31_536_000_000,
+];
+
+impl Record {
+    fn of(rule: &Rule) -> Self {
+        let plain = |code, length| Self { code, terms: Vec::new(), spare: String::new(), length };
+        match rule {
+            Rule::Meter(meter) => {
+                let terms = meter.terms();
+                Self::in_short(&terms).unwrap_or_else(|| Self::in_full(&terms))
+            }
+            Rule::FixedWindow(_) => plain(5, HEAD + 7),
+            Rule::SlidingWindow(_) => plain(6, HEAD + 21),
+            Rule::SlidingLog(_) => plain(7, HEAD + 16),
         }
-        Rule::FixedWindow(_) => fixed("I7", 7),
-        Rule::SlidingWindow(_) => fixed("I7I7I7", 21),
-        Rule::SlidingLog(_) => fixed("I7I3I3I3", 16),
+    }
+
+    /// Nearly all quotas are some few units in a common period, and then that takes two or three
+    /// bytes.
+    fn in_short(&Terms { pace, units }: &Terms) -> Option<Self> {
+        let drains_more = pace.drops_per_tick > 1;
+        if pace.tick_us != 1 || pace.drops_per_tick >= 1 << 24 {
+            return None;
+        }
+        let terms = PERIODS_MS.iter().enumerate().filter_map(|(period, period_ms)| {
+            let drops = (period_ms * 1_000).checked_mul(pace.drops_per_tick)?;
+            let rate = drops / pace.drops_per_unit;
+            let tells_units = units != rate;
+            let width = width(if tells_units { rate.max(units) } else { rate });
+            if drops % pace.drops_per_unit > 0 || width > 7 {
+                return None;
+            }
+            let mut terms = vec![(width << 5 | period) as u8];
+            terms.extend(&rate.to_le_bytes()[..width]);
+            if tells_units {
+                terms.extend(&units.to_le_bytes()[..width]);
+            }
+            Some((terms, tells_units))
+        });
+        let (terms, tells_units) = terms.min_by_key(|(terms, _)| terms.len())?;
+        let (spare, spare_length) = if drains_more { ("I3", 3) } else { ("", 0) };
+        let length = HEAD + terms.len() + spare_length;
+        let code = u8::from(tells_units) | u8::from(drains_more) << 1;
+        Some(Self { code, terms, spare: spare.to_owned(), length })
+    }
+
+    fn in_full(&Terms { pace, units }: &Terms) -> Self {
+        // A bucket that drains a drop a tick never has drops to spare.
+        let drops_width = if pace.drops_per_tick == 1 { 0 } else { width(pace.drops_per_tick) };
+        let (unit_width, units_width) = (width(pace.drops_per_unit), width(units));
+        let tick = match pace.tick_us {
+            1 => 0,
+            1_000 => 1,
+            _ => 2,
+        };
+        let shape = tick << 9 | drops_width << 6 | unit_width << 3 | units_width;
+        let length = HEAD + 3 + 2 * drops_width + unit_width + units_width;
+        let mut terms = vec![length as u8];
+        terms.extend((shape as u16).to_le_bytes());
+        terms.extend(&pace.drops_per_tick.to_le_bytes()[..drops_width]);
+        terms.extend(&pace.drops_per_unit.to_le_bytes()[..unit_width]);
+        terms.extend(&units.to_le_bytes()[..units_width]);
+        let spare = if drops_width > 0 { format!("I{drops_width}") } else { String::new() };
+        Self { code: 4, terms, spare, length }
     }
 }
 
@@ -143,7 +221,7 @@ fn push_number(bytes: &mut Vec<u8>, number: u64) {
 
 /// The keys and rules of a call, each once.
 struct Tables<'a> {
-    keys: Vec<(&'a str, Fingerprint)>,
+    keys: Vec<(Fingerprint, &'a str)>,
     rings: Vec<(u16, PolicyId)>,
     rules: Vec<&'a CodedRule>,
 }
@@ -153,7 +231,7 @@ impl<'a> Tables<'a> {
         let mut tables = Self { keys: Vec::new(), rings: Vec::new(), rules: Vec::new() };
         for ask in asks {
             for charge in &ask.charges {
-                let key = (&*ask.prefix, charge.fingerprint);
+                let key = (charge.fingerprint, &*ask.prefix);
                 let key = index_of(&mut tables.keys, key);
                 index_of(&mut tables.rules, &charge.rule);
                 if charge.rule.keeps_ring {
@@ -166,7 +244,7 @@ impl<'a> Tables<'a> {
 
     /// The indices of a charge's identity, rule and ring, as `KEYS` and the rules are counted.
     fn push_indices(&mut self, bytes: &mut Vec<u8>, ask: &'a Ask, charge: &'a AskedCharge) {
-        let key = index_of(&mut self.keys, (&*ask.prefix, charge.fingerprint));
+        let key = index_of(&mut self.keys, (charge.fingerprint, &*ask.prefix));
         let rule = index_of(&mut self.rules, &charge.rule);
         let ring = if charge.rule.keeps_ring {
             self.keys.len() as u16 + index_of(&mut self.rings, (key, charge.rule.policy))
@@ -179,11 +257,11 @@ impl<'a> Tables<'a> {
     /// Appends the keys, how many there are before them, and the rules.
     fn push_args(&self, command: &mut Cmd) {
         command.arg(self.keys.len() + self.rings.len());
-        for &(prefix, fingerprint) in &self.keys {
+        for &(fingerprint, prefix) in &self.keys {
             command.arg(key_name(prefix, fingerprint));
         }
         for &(key, policy) in &self.rings {
-            let (prefix, fingerprint) = self.keys[usize::from(key) - 1];
+            let (fingerprint, prefix) = self.keys[usize::from(key) - 1];
             command.arg(ring_name(prefix, fingerprint, policy));
         }
         let rules: Vec<u8> = self.rules.iter().flat_map(|rule| &*rule.bytes).copied().collect();
@@ -258,8 +336,8 @@ fn key_name(prefix: &str, fingerprint: Fingerprint) -> String {
     name
 }
 
-fn ring_name(prefix: &str, fingerprint: Fingerprint, PolicyId([a, b, c]): PolicyId) -> String {
-    format!("{}:{a:02x}{b:02x}{c:02x}", key_name(prefix, fingerprint))
+fn ring_name(prefix: &str, fingerprint: Fingerprint, PolicyId([a, b]): PolicyId) -> String {
+    format!("{}:{a:02x}{b:02x}", key_name(prefix, fingerprint))
 }
 
 /// 128 bits in 22 letters, digits, `-` and `_` (RFC 4648, section 5, without padding).
