@@ -19,7 +19,7 @@ read_identities(identities_count)
 
 local told, n = { now }, 1
 local bits, bit, words = 0, 1, {}
-local keys, charged, costs = {}, {}, {}
+local keys, charged, costs, afters = {}, {}, {}, {}
 local last = #requests
 while at <= last do
   local count, high = byte(requests, at, at + 1)
@@ -33,19 +33,20 @@ while at <= last do
     at = at + 7
     if cost == 255 then cost, at = unpack('<I7', requests, at) end
     if not rule.states[key] then settle(key, rule, names[ring + ring_high * 256]) end
-    local fits
-    n, fits = rule.kind.ask(rule, key, cost, told, n)
+    local fits, after
+    n, fits, after = rule:ask(key, cost, told, n)
     if not fits then admitted = false end
-    keys[i], charged[i], costs[i] = key, rule, cost
+    keys[i], charged[i], costs[i], afters[i] = key, rule, cost, after
   end
   if admitted then
     bits = bits + bit
     if charging then
       for i = 1, count do
-        local key, rule, cost = keys[i], charged[i], costs[i]
-        if cost > 0 then
-          rule.kind.charge(rule, key, cost)
-          change(key, rule)
+        local key, rule = keys[i], charged[i]
+        if costs[i] > 0 then
+          if afters[i] then rule.states[key] = afters[i] else rule:charge(key, costs[i]) end
+          changed[key] = true
+          if kept then change(key, rule) end
         end
       end
     end

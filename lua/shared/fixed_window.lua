@@ -5,14 +5,6 @@
 local function define_fixed_window()
   local window_end = define_calendar()
 
-  local function prepare(kind, id, code, _, _, length, limit, span, period, longest)
-    return {
-      kind = kind, states = {}, ends = {}, id = id, code = code * 32, length = length,
-      limit = limit, longest = longest, from_first_hit = span == 1,
-      window_end = window_end[span](period),
-    }
-  end
-
   local function start(rule, key)
     rule.states[key], rule.ends[key] = 0, rule.window_end
   end
@@ -30,22 +22,19 @@ local function define_fixed_window()
     return true, far_ahead
   end
 
-  -- Whether there is room. Tells the state as it is before.
+  -- Tells the state as it is before. Whether there is room, and the state after.
   local function ask(rule, key, cost, told, n)
     local count = rule.states[key]
     told[n + 1], told[n + 2] = rule.ends[key], count
-    return n + 2, count + cost <= rule.limit or cost == 0
-  end
-
-  local function charge(rule, key, cost)
-    rule.states[key] = rule.states[key] + cost
+    local after = count + cost
+    return n + 2, after <= rule.limit or cost == 0, after
   end
 
   local function write(rule, key)
     local count = rule.states[key]
     local fresh = count > 0 and rule.ends[key] or 0
-    local high = floor(fresh / LOW)
-    return pack('<I2I6BI7', rule.id, fresh - high * LOW, high + rule.code, count), fresh
+    local low = fresh % LOW
+    return pack('<I2I6BI7', rule.id, low, (fresh - low) / LOW + rule.code, count), fresh
   end
 
   -- `last_end` is the end of the window that it was spent in, or the latest that it can be.
@@ -56,13 +45,13 @@ local function define_fixed_window()
     end
   end
 
-  return {
-    prepare = prepare,
-    start = start,
-    read = read,
-    ask = ask,
-    charge = charge,
-    write = write,
-    refund = refund,
-  }
+  local function prepare(kind, id, code, _, _, length, limit, span, period, longest)
+    return {
+      kind = kind, read = read, ask = ask, write = write, states = {}, ends = {}, id = id, code = code * 32, length = length,
+      limit = limit, longest = longest, from_first_hit = span == 1,
+      window_end = window_end[span](period),
+    }
+  end
+
+  return { prepare = prepare, start = start, refund = refund }
 end

@@ -89,7 +89,7 @@ local function define_apart()
     for i = 1, #(rule.twins or '') do
       local twin = rule.twins[i]
       if twin ~= rule and twin.states[key] then
-        raw = kept[twin] and kept[twin][key] or twin.kind.write(twin, key)
+        raw = kept[twin] and kept[twin][key] or twin:write(key)
         twin.states[key] = nil
         if kept[twin] then kept[twin][key] = nil end
       end
@@ -104,7 +104,7 @@ local function define_apart()
       end
     end
     local read, moved
-    if raw and #raw >= rule.length then read, moved = rule.kind.read(rule, key, raw, 1, ring) end
+    if raw and #raw >= rule.length then read, moved = rule:read(key, raw, 1, ring) end
     if not read then
       local take_over = raw and rule.kind.take_over
       if take_over then moved = take_over(rule, key, raw) else rule.kind.start(rule, key, ring) end
@@ -128,7 +128,7 @@ local function settle(key, rule, ring)
     local after = at + rule.length
     if after <= #value + 1 then
       -- Mostly what comes next is the one, and as this rule left it.
-      local read, moved = rule.kind.read(rule, key, value, at, ring)
+      local read, moved = rule:read(key, value, at, ring)
       if read then
         nexts[key] = after
         if moved then changed[key] = true end
@@ -146,9 +146,10 @@ local function change(key, rule)
   if kept and kept[rule] then kept[rule][key] = nil end
 end
 
--- The string of an identity that was changed, and from when on it means nothing.
-local function join(key, rules)
-  local value, fresh
+-- The records of an identity that was changed go into `parts`. Returns how many there are, and from
+-- when on they mean nothing.
+local function collect(key, rules, parts)
+  local count, fresh = 0, now
   for i = 1, #rules do
     local rule = rules[i]
     if rule.states[key] then
@@ -157,10 +158,12 @@ local function join(key, rules)
         local low, high = unpack('<I6B', raw, 3)
         until_us = low + high % 32 * LOW
       else
-        raw, until_us = rule.kind.write(rule, key)
+        raw, until_us = rule:write(key)
       end
       if until_us > now then
-        value, fresh = value and value .. raw or raw, max(fresh or 0, until_us)
+        count = count + 1
+        parts[count] = raw
+        if until_us > fresh then fresh = until_us end
       end
     end
   end
@@ -172,26 +175,37 @@ local function join(key, rules)
   local list = others and others[key]
   for i = 1, #(list or '') do
     if list[i].fresh > now then
-      value, fresh = (value or '') .. list[i].raw, max(fresh or 0, list[i].fresh)
+      count = count + 1
+      parts[count] = list[i].raw
+      fresh = max(fresh, list[i].fresh)
     end
   end
-  return value, fresh
+  return count, fresh
 end
 
 -- Writes what was changed, with the time that it is worth keeping. A power of two of milliseconds is
 -- close enough: to be kept for longer is harmless, since a state is judged by the instants in it.
 local function write_identities(rules, has_msetex)
-  local expiries, batches, frexp, names = {}, {}, math.frexp, KEYS
+  local batches, parts, names = {}, {}, KEYS
+  -- The last expiry, as text, and as the longest time in microseconds for which it is the one.
+  local expiry, longest = nil, 0
   for key in pairs(changed) do
-    local value, fresh = join(key, rules)
-    if not value then
+    local count, fresh = collect(key, rules, parts)
+    if count == 0 then
       call('DEL', names[key])
     else
-      local _, class = frexp(ttl_ms(fresh))
-      local expiry = expiries[class]
-      if not expiry then
-        expiry = string.format('%d', 2 ^ class)
-        expiries[class] = expiry
+      local ttl = fresh - now
+      if ttl > longest or ttl * 2 <= longest then
+        local _, class = math.frexp(ttl_ms(fresh))
+        expiry, longest = string.format('%d', 2 ^ class), 2 ^ class * 1000
+      end
+      local value = parts[1]
+      if count == 2 then
+        value = value .. parts[2]
+      elseif count == 3 then
+        value = value .. parts[2] .. parts[3]
+      elseif count > 3 then
+        value = table.concat(parts, '', 1, count)
       end
       if has_msetex then
         -- One command for all that expire at the same time.
@@ -204,10 +218,10 @@ local function write_identities(rules, has_msetex)
       end
     end
   end
-  for expiry, batch in pairs(batches) do
+  for text, batch in pairs(batches) do
     local count = #batch / 2
     batch[#batch + 1] = 'PX'
-    batch[#batch + 1] = expiry
+    batch[#batch + 1] = text
     call('MSETEX', count, unpack_list(batch))
   end
 end

@@ -116,16 +116,6 @@ end
 local function define_meter()
   local conversion
 
-  local function prepare(kind, id, code, terms, spare, length, tick_us, drops_per_tick,
-      drops_per_unit, capacity, farthest, countable)
-    return {
-      kind = kind, states = {}, id = id, code = code * 32, terms = terms, length = length,
-      format = '<I2I6Bc' .. #terms .. spare,
-      tick_us = tick_us, drops_per_tick = drops_per_tick, drops_per_unit = drops_per_unit,
-      capacity = capacity, farthest = farthest, countable = countable, tick = floor(now / tick_us),
-    }
-  end
-
   local function read(rule, key, bytes, at)
     local id, low, high, terms, spare = unpack(rule.format, bytes, at)
     if id ~= rule.id or terms ~= rule.terms then return false end
@@ -159,35 +149,45 @@ local function define_meter()
     return keep
   end
 
-  -- Whether there is room. Tells the state as it is before.
+  -- Tells the state as it is before. Whether there is room, and the state after.
   local function ask(rule, key, cost, told, n)
     local level = rule.states[key]
     told[n + 1] = level
-    return n + 1, level + cost * rule.drops_per_unit <= rule.capacity or cost == 0
+    local after = level + cost * rule.drops_per_unit
+    return n + 1, after <= rule.capacity or cost == 0, after
   end
 
   local function write(rule, key)
-    local level = rule.states[key]
-    local ticks = ceil(level / rule.drops_per_tick)
-    local spare = ticks * rule.drops_per_tick - level
+    local level, drops_per_tick = rule.states[key], rule.drops_per_tick
+    local ticks, spare = level, 0
+    if drops_per_tick > 1 then
+      spare = -level % drops_per_tick
+      ticks = (level + spare) / drops_per_tick
+    end
     local fresh = (rule.tick + ticks) * rule.tick_us
     if rule.overfull and rule.overfull[key] and level > rule.capacity then
       return conversion.write_overfull(rule, level, fresh, spare), fresh
     end
-    local high = floor(fresh / LOW)
-    return pack(rule.format, rule.id, fresh - high * LOW, high + rule.code, rule.terms, spare), fresh
+    local low = fresh % LOW
+    local high = (fresh - low) / LOW + rule.code
+    return pack(rule.format, rule.id, low, high, rule.terms, spare), fresh
+  end
+
+  local function prepare(kind, id, code, terms, spare, length, tick_us, drops_per_tick,
+      drops_per_unit, capacity, farthest, countable)
+    return {
+      kind = kind, read = read, ask = ask, write = write,
+      states = {}, overfull = false, id = id, code = code * 32, terms = terms, length = length,
+      format = '<I2I6Bc' .. #terms .. spare,
+      tick_us = tick_us, drops_per_tick = drops_per_tick, drops_per_unit = drops_per_unit,
+      capacity = capacity, farthest = farthest, countable = countable, tick = floor(now / tick_us),
+    }
   end
 
   return {
     prepare = prepare,
     start = function(rule, key) rule.states[key] = 0 end,
-    read = read,
     take_over = take_over,
-    ask = ask,
-    charge = function(rule, key, cost)
-      rule.states[key] = rule.states[key] + cost * rule.drops_per_unit
-    end,
-    write = write,
     refund = function(...) return define_meter_conversion().refund(...) end,
   }
 end

@@ -12,13 +12,6 @@ local function define_sliding_log()
   local TIME = 7
   local rep = string.rep
 
-  local function prepare(kind, id, code, _, _, length, limit, window_us)
-    return {
-      kind = kind, states = {}, id = id, code = code * 32, length = length,
-      limit = limit, window_us = window_us,
-    }
-  end
-
   -- A part of the ring. What is no ring of ours is as good as gone.
   local function get_range(ring, first, last)
     local bytes = redis.pcall('GETRANGE', ring, first, last)
@@ -95,7 +88,7 @@ local function define_sliding_log()
     return true, moved
   end
 
-  -- Whether there is room. Tells the state as it is before.
+  -- Tells the state as it is before. Whether there is room.
   local function ask(rule, key, cost, told, n)
     local log = rule.states[key]
     local last = cost <= rule.limit and log.length + cost - rule.limit - 1 or -1
@@ -129,8 +122,8 @@ local function define_sliding_log()
   local function write(rule, key)
     local log = rule.states[key]
     local fresh = log.length > 0 and log.newest + rule.window_us or 0
-    local high = floor(fresh / LOW)
-    return pack('<I2I6BI7I3I3I3', rule.id, fresh - high * LOW, high + rule.code, rule.window_us,
+    local low = fresh % LOW
+    return pack('<I2I6BI7I3I3I3', rule.id, low, (fresh - low) / LOW + rule.code, rule.window_us,
       log.head, log.length, log.size), fresh
   end
 
@@ -151,13 +144,13 @@ local function define_sliding_log()
     rewrite(rule, log, kept)
   end
 
-  return {
-    prepare = prepare,
-    start = start,
-    read = read,
-    ask = ask,
-    charge = charge,
-    write = write,
-    refund = refund,
-  }
+  local function prepare(kind, id, code, _, _, length, limit, window_us)
+    return {
+      kind = kind, read = read, ask = ask, charge = charge, write = write,
+      states = {}, id = id, code = code * 32, length = length,
+      limit = limit, window_us = window_us,
+    }
+  end
+
+  return { prepare = prepare, start = start, refund = refund }
 end

@@ -6,15 +6,6 @@
 -- before the request.
 local function define_sliding_window()
 
-  local function prepare(kind, id, code, _, _, length, limit, tick_us, window, most)
-    local window_us = window * tick_us
-    return {
-      kind = kind, states = {}, starts = {}, previous = {}, id = id, code = code * 32,
-      length = length, limit = limit, tick_us = tick_us, window = window, most = most,
-      window_us = window_us, start_now = now - now % window_us,
-    }
-  end
-
   local function start(rule, key)
     rule.starts[key], rule.states[key], rule.previous[key] = rule.start_now, 0, 0
   end
@@ -44,24 +35,21 @@ local function define_sliding_window()
     return true, moved
   end
 
-  -- Whether there is room. Tells the state as it is before.
+  -- Tells the state as it is before. Whether there is room, and the state after.
   local function ask(rule, key, cost, told, n)
-    local start, current, previous = rule.starts[key], rule.states[key], rule.previous[key]
-    told[n + 1], told[n + 2], told[n + 3] = start, current, previous
-    local left = rule.window - floor(max(now - start, 0) / rule.tick_us)
+    local start_us, current, previous = rule.starts[key], rule.states[key], rule.previous[key]
+    told[n + 1], told[n + 2], told[n + 3] = start_us, current, previous
+    local left = rule.window - floor(max(now - start_us, 0) / rule.tick_us)
     local used = current * rule.window + previous * left
-    return n + 3, cost * rule.window <= max(rule.limit * rule.window - used, 0)
-  end
-
-  local function charge(rule, key, cost)
-    rule.states[key] = rule.states[key] + cost
+    local fits = cost * rule.window <= max(rule.limit * rule.window - used, 0)
+    return n + 3, fits, current + cost
   end
 
   local function write(rule, key)
     local current, previous = rule.states[key], rule.previous[key]
     local fresh = current + previous > 0 and rule.starts[key] + 2 * rule.window_us or 0
-    local high = floor(fresh / LOW)
-    return pack('<I2I6BI7I7I7', rule.id, fresh - high * LOW, high + rule.code, rule.window_us,
+    local low = fresh % LOW
+    return pack('<I2I6BI7I7I7', rule.id, low, (fresh - low) / LOW + rule.code, rule.window_us,
       current, previous), fresh
   end
 
@@ -73,13 +61,15 @@ local function define_sliding_window()
     end
   end
 
-  return {
-    prepare = prepare,
-    start = start,
-    read = read,
-    ask = ask,
-    charge = charge,
-    write = write,
-    refund = refund,
-  }
+  local function prepare(kind, id, code, _, _, length, limit, tick_us, window, most)
+    local window_us = window * tick_us
+    return {
+      kind = kind, read = read, ask = ask, write = write,
+      states = {}, starts = {}, previous = {}, id = id, code = code * 32,
+      length = length, limit = limit, tick_us = tick_us, window = window, most = most,
+      window_us = window_us, start_now = now - now % window_us,
+    }
+  end
+
+  return { prepare = prepare, start = start, refund = refund }
 end
