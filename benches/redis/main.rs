@@ -1,6 +1,6 @@
 //! Decisions on state in Redis and Valkey: how many a second, how long they take, how much memory.
 //!
-//! `cargo bench --features redis --bench redis [-- throughput | latency | memory | settings]`
+//! `cargo bench --bench redis [-- throughput | latency | memory | settings]`
 //!
 //! It starts its own servers on loopback ports: redis-server 7.0 and Valkey 9, where tests/run.sh puts
 //! them. Client and server have a thread each. All quotas admit everything, so that each decision also

@@ -5,8 +5,8 @@
 //! `REDIS_URL` names one. Everything is on the loopback interface.
 //!
 //! ```text
-//! cargo run --release --features redis --example four_instances            # explains what was seen
-//! cargo run --release --features redis --example four_instances -- --once  # ends after the table
+//! cargo run --release --example four_instances            # explains what was seen
+//! cargo run --release --example four_instances -- --once  # ends after the table
 //! ```
 
 mod child;
