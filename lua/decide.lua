@@ -14,12 +14,19 @@
 --          or back from the future of a clock that was put back.
 local requests, names, byte = ARGV[2], KEYS, string.byte
 local identities_count, has_msetex, at = unpack('<I2B', requests)
-local rules = read_rules(ARGV[1])
 read_identities(identities_count)
+-- Charges what there is room for.
+local function charge(key, rule, cost, after)
+  if cost == 0 then return end
+  if after then rule.states[key] = after else rule:charge(key, cost) end
+  changed[key] = true
+  if kept then change(key, rule) end
+end
 
 local told, n = { now }, 1
-local bits, bit, words = 0, 1, {}
-local keys, charged, costs, afters = {}, {}, {}, {}
+local bits, bit, words = 0, 1
+-- The charges of a request that has several, until all of them are known to fit.
+local keys, charged, costs, afters
 local last = #requests
 while at <= last do
   local count, high = byte(requests, at, at + 1)
@@ -36,36 +43,40 @@ while at <= last do
     local fits, after
     n, fits, after = rule:ask(key, cost, told, n)
     if not fits then admitted = false end
-    keys[i], charged[i], costs[i], afters[i] = key, rule, cost, after
+    if count == 1 then
+      if fits and charging then charge(key, rule, cost, after) end
+    else
+      if not keys then keys, charged, costs, afters = {}, {}, {}, {} end
+      keys[i], charged[i], costs[i], afters[i] = key, rule, cost, after
+    end
   end
   if admitted then
     bits = bits + bit
-    if charging then
-      for i = 1, count do
-        local key, rule = keys[i], charged[i]
-        if costs[i] > 0 then
-          if afters[i] then rule.states[key] = afters[i] else rule:charge(key, costs[i]) end
-          changed[key] = true
-          if kept then change(key, rule) end
-        end
-      end
+    if charging and count > 1 then
+      for i = 1, count do charge(keys[i], charged[i], costs[i], afters[i]) end
     end
   end
   bit = bit * 2
   if bit == 2 ^ 32 then
+    words = words or {}
     words[#words + 1] = bits
     bits, bit = 0, 1
   end
 end
-if bit > 1 then words[#words + 1] = bits end
-write_identities(rules, has_msetex == 1)
+write_identities(has_msetex == 1)
 
-for i = 1, #words do told[n + i] = words[i] end
-n = n + #words
-local reply = {}
+for i = 1, #(words or '') do
+  n = n + 1
+  told[n] = words[i]
+end
+if bit > 1 then
+  n = n + 1
+  told[n] = bits
+end
+local reply = ''
 local FORMAT = '<I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7'
 for i = 1, n, 32 do
-  local size = min(32, n - i + 1)
-  reply[#reply + 1] = pack(sub(FORMAT, 1, 1 + 2 * size), unpack_list(told, i, i + size - 1))
+  local size = math.min(32, n - i + 1)
+  reply = reply .. pack(string.sub(FORMAT, 1, 1 + 2 * size), _G.unpack(told, i, i + size - 1))
 end
-return table.concat(reply)
+return reply

@@ -10,7 +10,6 @@
 -- TTL      as in decide.lua; an identity that equals one never seen is deleted
 local charges = ARGV[2]
 local identities_count, spent_us, at = unpack('<I2I7', charges)
-local rules = read_rules(ARGV[1])
 read_identities(identities_count)
 while at <= #charges do
   local key, index, ring, cost, then_told
@@ -23,5 +22,5 @@ while at <= #charges do
     change(key, rule)
   end
 end
-write_identities(rules, false)
+write_identities(false)
 return now

@@ -9,7 +9,6 @@
 -- TTL      as in decide.lua; an identity of which nothing is left is deleted
 local charges = ARGV[2]
 local identities_count, at = unpack('<I2', charges)
-local rules = read_rules(ARGV[1])
 read_identities(identities_count)
 while at <= #charges do
   local key, index, ring
@@ -19,5 +18,5 @@ while at <= #charges do
   rule.states[key], changed[key] = nil, true
   if ring > 0 then call('DEL', KEYS[ring]) end
 end
-write_identities(rules, false)
+write_identities(false)
 return now

@@ -41,7 +41,7 @@ local function define_fixed_window()
   local function refund(rule, key, cost, spent_us, last_end)
     local same = rule.ends[key] == last_end
     if same or rule.from_first_hit and rule.ends[key] < last_end then
-      rule.states[key] = max(rule.states[key] - cost, 0)
+      rule.states[key] = math.max(rule.states[key] - cost, 0)
     end
   end
 

@@ -11,16 +11,21 @@
 -- The rules that requests are held against, one after the other: kind, id, code, six numbers, terms,
 -- the format of what is to spare, and the length of a record. A rule has the functions of its kind,
 -- and its states by the index of their identity in KEYS.
-local function read_rules(packed)
-  local define = { define_meter, define_fixed_window, define_sliding_window, define_sliding_log }
-  local rules, kinds, at = {}, {}, 1
+local rules = {}
+do
+  local function define(index)
+    if index == 1 then return define_meter() end
+    if index == 2 then return define_fixed_window() end
+    return index == 3 and define_sliding_window() or define_sliding_log()
+  end
+  local packed, kinds, at = ARGV[1], {}, 1
   while at <= #packed do
     local index, id, code, a, b, c, d, e, f, terms, spare, length
     index, id, code, a, b, c, d, e, f, terms, spare, length, at =
       unpack('<BI2BI7I7I7I7I7I7Bc0Bc0B', packed, at)
     local kind = kinds[index]
     if not kind then
-      kind = define[index]()
+      kind = define(index)
       kinds[index] = kind
     end
     local rule = kind.prepare(kind, id, code, terms, spare, length, a, b, c, d, e, f)
@@ -35,7 +40,6 @@ local function read_rules(packed)
     end
     rules[#rules + 1] = rule
   end
-  return rules
 end
 
 -- The string of each identity, by its index in KEYS; where in it those records begin that were not
@@ -47,7 +51,7 @@ local kept, others
 
 -- Reads the strings of the first `count` keys.
 local function read_identities(count)
-  if count > 0 then values = call('MGET', unpack_list(KEYS, 1, count)) end
+  if count > 0 then values = call('MGET', _G.unpack(KEYS, 1, count)) end
 end
 
 -- For strings that are not as their rules left them.
@@ -60,7 +64,7 @@ local function define_apart()
     if code > 4 then return code == 5 and 16 or code == 6 and 30 or 25 end
     local byte = string.byte(value, at + 9)
     if not byte or code == 4 then return byte end
-    return 10 + floor(byte / 32) * (1 + code % 2) + (code > 1 and 3 or 0)
+    return 10 + math.floor(byte / 32) * (1 + code % 2) + (code > 1 and 3 or 0)
   end
 
   -- Takes the rest of a string apart.
@@ -71,10 +75,10 @@ local function define_apart()
     if not value then return list end
     while at + 8 <= #value do
       local id, low, high = unpack('<I2I6B', value, at)
-      local length = length_at(value, at, floor(high / 32))
+      local length = length_at(value, at, math.floor(high / 32))
       -- This was written by somebody else.
       if not length or length < 10 or at + length - 1 > #value then break end
-      local raw = sub(value, at, at + length - 1)
+      local raw = string.sub(value, at, at + length - 1)
       list[#list + 1] = { id = id, fresh = low + high % 32 * LOW, raw = raw }
       at = at + length
     end
@@ -148,7 +152,7 @@ end
 
 -- The records of an identity that was changed go into `parts`. Returns how many there are, and from
 -- when on they mean nothing.
-local function collect(key, rules, parts)
+local function collect(key, parts)
   local count, fresh = 0, now
   for i = 1, #rules do
     local rule = rules[i]
@@ -177,7 +181,7 @@ local function collect(key, rules, parts)
     if list[i].fresh > now then
       count = count + 1
       parts[count] = list[i].raw
-      fresh = max(fresh, list[i].fresh)
+      fresh = math.max(fresh, list[i].fresh)
     end
   end
   return count, fresh
@@ -185,12 +189,12 @@ end
 
 -- Writes what was changed, with the time that it is worth keeping. A power of two of milliseconds is
 -- close enough: to be kept for longer is harmless, since a state is judged by the instants in it.
-local function write_identities(rules, has_msetex)
-  local batches, parts, names = {}, {}, KEYS
+local function write_identities(has_msetex)
+  local parts, names, batches = {}, KEYS
   -- The last expiry, as text, and as the longest time in microseconds for which it is the one.
   local expiry, longest = nil, 0
   for key in pairs(changed) do
-    local count, fresh = collect(key, rules, parts)
+    local count, fresh = collect(key, parts)
     if count == 0 then
       call('DEL', names[key])
     else
@@ -209,6 +213,7 @@ local function write_identities(rules, has_msetex)
       end
       if has_msetex then
         -- One command for all that expire at the same time.
+        batches = batches or {}
         local batch = batches[expiry] or {}
         batches[expiry] = batch
         batch[#batch + 1] = names[key]
@@ -218,10 +223,11 @@ local function write_identities(rules, has_msetex)
       end
     end
   end
+  if not batches then return end
   for text, batch in pairs(batches) do
     local count = #batch / 2
     batch[#batch + 1] = 'PX'
     batch[#batch + 1] = text
-    call('MSETEX', count, unpack_list(batch))
+    call('MSETEX', count, _G.unpack(batch))
   end
 end

@@ -14,7 +14,7 @@ local function define_meter_conversion()
   -- The least whole number that is not below a * b / c, or 2^53 if that is larger. The product may be
   -- beyond what doubles hold, so it is divided bit by bit.
   local function multiply_divide(a, b, c)
-    local whole, rest = floor(b / c), b % c
+    local whole, rest = math.floor(b / c), b % c
     local quotient, remainder = 0, 0
     local bit = 2 ^ 53
     while bit >= 1 do
@@ -41,8 +41,8 @@ local function define_meter_conversion()
   local function read_terms(bytes, code)
     if code == 4 then
       local shape, at = unpack('<I2', bytes, 11)
-      local tick_us = 10 ^ (3 * floor(shape / 512))
-      local wide, unit_width, units_width = floor(shape / 64) % 8, floor(shape / 8) % 8, shape % 8
+      local tick_us = 10 ^ (3 * math.floor(shape / 512))
+      local wide, unit_width, units_width = math.floor(shape / 64) % 8, math.floor(shape / 8) % 8, shape % 8
       local drops_per_tick, spare, drops_per_unit, units = 1, 0
       if wide > 0 then drops_per_tick, at = unpack('<I' .. wide, bytes, at) end
       drops_per_unit, at = unpack('<I' .. unit_width, bytes, at)
@@ -51,7 +51,7 @@ local function define_meter_conversion()
       return tick_us, drops_per_tick, drops_per_unit, units, spare
     end
     local shape = unpack('B', bytes, 10)
-    local number = '<I' .. floor(shape / 32)
+    local number = '<I' .. math.floor(shape / 32)
     local limit, at = unpack(number, bytes, 11)
     local units, spare = limit, 0
     if code % 2 == 1 then units, at = unpack(number, bytes, at) end
@@ -63,11 +63,11 @@ local function define_meter_conversion()
 
   local function convert(rule, bytes)
     local low, high = unpack('<I6B', bytes, 3)
-    local fresh, code = low + high % 32 * LOW, floor(high / 32)
+    local fresh, code = low + high % 32 * LOW, math.floor(high / 32)
     local tick_us, drops_per_tick, drops_per_unit, units, spare = read_terms(bytes, code)
-    local ahead = floor(fresh / tick_us) - floor(now / tick_us)
-    if ahead > 2 * ceil(units * drops_per_unit / drops_per_tick) then return rule.capacity, true end
-    local drops = max(ahead * drops_per_tick - spare, 0)
+    local ahead = math.floor(fresh / tick_us) - math.floor(now / tick_us)
+    if ahead > 2 * math.ceil(units * drops_per_unit / drops_per_tick) then return rule.capacity, true end
+    local drops = math.max(ahead * drops_per_tick - spare, 0)
     if tick_us == rule.tick_us and drops_per_tick == rule.drops_per_tick
       and drops_per_unit == rule.drops_per_unit then
       return drops, false
@@ -78,7 +78,7 @@ local function define_meter_conversion()
     level = level + multiply_divide(now % rule.tick_us, rule.drops_per_tick, rule.tick_us)
     local faster = rule.drops_per_tick / rule.drops_per_unit / rule.tick_us
       >= drops_per_tick / drops_per_unit / tick_us
-    return min(level, rule.countable), level <= rule.countable and faster
+    return math.min(level, rule.countable), level <= rule.countable and faster
   end
 
   -- A bucket that holds more than a full one, by another quota, says so, or it would look like one of
@@ -89,12 +89,12 @@ local function define_meter_conversion()
       while number >= 256 ^ bytes do bytes = bytes + 1 end
       return bytes
     end
-    local units = ceil(level / rule.drops_per_unit)
+    local units = math.ceil(level / rule.drops_per_unit)
     local wide = rule.drops_per_tick > 1 and width(rule.drops_per_tick) or 0
     local unit_width, units_width = width(rule.drops_per_unit), width(units)
     local tick = rule.tick_us == 1 and 0 or rule.tick_us == 1000 and 1 or 2
     local length = 12 + 2 * wide + unit_width + units_width
-    local raw = pack('<I2I6BBI2', rule.id, fresh % LOW, floor(fresh / LOW) + 4 * 32, length,
+    local raw = pack('<I2I6BBI2', rule.id, fresh % LOW, math.floor(fresh / LOW) + 4 * 32, length,
       tick * 512 + wide * 64 + unit_width * 8 + units_width)
     if wide > 0 then raw = raw .. pack('<I' .. wide, rule.drops_per_tick) end
     raw = raw .. pack('<I' .. unit_width .. 'I' .. units_width, rule.drops_per_unit, units)
@@ -103,11 +103,11 @@ local function define_meter_conversion()
 
   -- `level` is what the bucket held right after this was spent, of which the cost was the top.
   local function refund(rule, key, cost, spent_us, level)
-    local elapsed = floor(now / rule.tick_us) - floor(spent_us / rule.tick_us)
+    local elapsed = math.floor(now / rule.tick_us) - math.floor(spent_us / rule.tick_us)
     local drops = cost * rule.drops_per_unit
-    local drained = max(elapsed, 0) * rule.drops_per_tick
-    local left = min(max(max(level, drops) - drained, 0), drops)
-    rule.states[key] = max(rule.states[key] - left, 0)
+    local drained = math.max(elapsed, 0) * rule.drops_per_tick
+    local left = math.min(math.max(math.max(level, drops) - drained, 0), drops)
+    rule.states[key] = math.max(rule.states[key] - left, 0)
   end
 
   return { convert = convert, write_overfull = write_overfull, refund = refund }
@@ -180,7 +180,7 @@ local function define_meter()
       states = {}, overfull = false, id = id, code = code * 32, terms = terms, length = length,
       format = '<I2I6Bc' .. #terms .. spare,
       tick_us = tick_us, drops_per_tick = drops_per_tick, drops_per_unit = drops_per_unit,
-      capacity = capacity, farthest = farthest, countable = countable, tick = floor(now / tick_us),
+      capacity = capacity, farthest = farthest, countable = countable, tick = math.floor(now / tick_us),
     }
   end
 

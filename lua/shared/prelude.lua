@@ -5,9 +5,9 @@
 -- What is dear in Lua is to make things: a table costs more than all the arithmetic of a decision, and
 -- so does a function. So states are kept in arrays by the index of their identity, one for each
 -- number, and what most calls do not need is made by a function where it is needed.
-local pack, unpack, unpack_list = struct.pack, struct.unpack, unpack
-local floor, ceil, min, max = math.floor, math.ceil, math.min, math.max
-local sub, call = string.sub, redis.call
+-- For the same reason only the busiest functions of the library have names of their own here: a
+-- variable that functions share is a thing, too.
+local pack, unpack, call = struct.pack, struct.unpack, redis.call
 
 -- The present in microseconds since the Unix epoch. Read once; only tests give another.
 local now
@@ -22,7 +22,7 @@ end
 
 -- How many milliseconds it is until an instant, rounded up.
 local function ttl_ms(until_us)
-  return max(ceil((until_us - now) / 1000), 1) + spare_ms
+  return math.max(math.ceil((until_us - now) / 1000), 1) + spare_ms
 end
 
 -- An instant in a record takes seven bytes, of which the highest three bits are free: they hold the

@@ -25,7 +25,7 @@ local function define_sliding_log()
     local times = {}
     local start = (log.head + offset) % log.size
     while count > 0 do
-      local length = min(count, log.size - start)
+      local length = math.min(count, log.size - start)
       local bytes = get_range(log.ring, start * TIME, (start + length) * TIME - 1)
       for at = 1, #bytes - TIME + 1, TIME do times[#times + 1] = unpack('<I7', bytes, at) end
       count, start = count - length, 0
@@ -40,7 +40,7 @@ local function define_sliding_log()
   -- Writes the ring anew, with room for some more.
   local function rewrite(rule, log, times)
     log.head, log.length = 0, #times
-    log.size = max(#times, min(rule.limit, floor(#times * 1.25) + 4))
+    log.size = math.max(#times, math.min(rule.limit, math.floor(#times * 1.25) + 4))
     local bytes = {}
     for i = 1, #times do bytes[i] = pack('<I7', times[i]) end
     bytes[#bytes + 1] = rep('\0', (log.size - #times) * TIME)
@@ -51,8 +51,8 @@ local function define_sliding_log()
   local function let_go(rule, log)
     local look = 2
     while log.length > 0 do
-      local times = read_times(log, 0, min(look, log.length))
-      if #times < min(look, log.length) then
+      local times = read_times(log, 0, math.min(look, log.length))
+      if #times < math.min(look, log.length) then
         -- The ring is gone.
         log.length = 0
         return
@@ -80,7 +80,7 @@ local function define_sliding_log()
       log.length = 0
     elseif moved then
       local times = read_times(log, 0, count)
-      for i = 1, #times do times[i] = min(times[i], now) end
+      for i = 1, #times do times[i] = math.min(times[i], now) end
       log.newest = now
       rewrite(rule, log, times)
     end
@@ -93,14 +93,14 @@ local function define_sliding_log()
     local log = rule.states[key]
     local last = cost <= rule.limit and log.length + cost - rule.limit - 1 or -1
     told[n + 1] = log.length
-    told[n + 2] = time_at(log, max(log.length - rule.limit, 0))
+    told[n + 2] = time_at(log, math.max(log.length - rule.limit, 0))
     told[n + 3] = time_at(log, last)
     return n + 3, log.length + cost <= rule.limit or cost == 0
   end
 
   local function charge(rule, key, cost)
     local log = rule.states[key]
-    local time = log.length > 0 and max(log.newest, now) or now
+    local time = log.length > 0 and math.max(log.newest, now) or now
     log.newest = time
     if log.length + cost > log.size or log.length == 0 then
       local times = read_times(log, 0, log.length)
@@ -112,7 +112,7 @@ local function define_sliding_log()
     local start = (log.head + log.length) % log.size
     log.length = log.length + cost
     while cost > 0 do
-      local length = min(cost, log.size - start)
+      local length = math.min(cost, log.size - start)
       call('SETRANGE', log.ring, start * TIME, rep(bytes, length))
       cost, start = cost - length, 0
     end

@@ -20,7 +20,7 @@ local function define_sliding_window()
     local id, low, high, window_us, current, previous = unpack('<I2I6BI7I7I7', bytes, at)
     if id ~= rule.id or high < rule.code or high > rule.code + 31 then return false end
     local fresh = low + (high - rule.code) * LOW
-    local start = max(fresh - 2 * window_us, 0)
+    local start = math.max(fresh - 2 * window_us, 0)
     -- What was counted over another window, or by a clock that was far ahead, is put to this one.
     local other = window_us ~= rule.window_us
     if other then
@@ -28,7 +28,7 @@ local function define_sliding_window()
     end
     local moved = start > now + 2 * window_us or other and current + previous > 0
     if moved then
-      start, current, previous = rule.start_now, min(current + previous, rule.most), 0
+      start, current, previous = rule.start_now, math.min(current + previous, rule.most), 0
     end
     rule.starts[key], rule.states[key], rule.previous[key] =
       slide(start, current, previous, rule.start_now, rule.window_us)
@@ -39,9 +39,9 @@ local function define_sliding_window()
   local function ask(rule, key, cost, told, n)
     local start_us, current, previous = rule.starts[key], rule.states[key], rule.previous[key]
     told[n + 1], told[n + 2], told[n + 3] = start_us, current, previous
-    local left = rule.window - floor(max(now - start_us, 0) / rule.tick_us)
+    local left = rule.window - math.floor(math.max(now - start_us, 0) / rule.tick_us)
     local used = current * rule.window + previous * left
-    local fits = cost * rule.window <= max(rule.limit * rule.window - used, 0)
+    local fits = cost * rule.window <= math.max(rule.limit * rule.window - used, 0)
     return n + 3, fits, current + cost
   end
 
@@ -55,9 +55,9 @@ local function define_sliding_window()
 
   local function refund(rule, key, cost, spent_us)
     if spent_us >= rule.starts[key] then
-      rule.states[key] = max(rule.states[key] - cost, 0)
+      rule.states[key] = math.max(rule.states[key] - cost, 0)
     elseif spent_us + rule.window_us >= rule.starts[key] then
-      rule.previous[key] = max(rule.previous[key] - cost, 0)
+      rule.previous[key] = math.max(rule.previous[key] - cost, 0)
     end
   end
 
