@@ -1,8 +1,9 @@
 //! A lane: requests of one instance that wait for the server go together.
 //!
-//! A request that finds nothing in its way is sent at once, by its own caller. While calls are in
+//! A request that finds nothing in its way is sent at once, by its own caller. While a call is in
 //! flight, others gather, and the next call takes them all: there is no timer, and nobody waits
-//! longer than for the calls before.
+//! longer than for the call before. Another call at the same time is worth its price only when there
+//! is a full batch for it.
 
 use super::{
     codec::{self, Ask, Told},
@@ -10,6 +11,7 @@ use super::{
     scripts::DECIDE,
     server::Server,
 };
+use crate::clock::Clock;
 use parking_lot::Mutex;
 use redis::Value;
 use std::{
@@ -27,6 +29,7 @@ use tokio::{runtime::Handle, sync::oneshot, time::timeout};
 pub(super) struct Lane {
     server: Arc<Server>,
     limits: Limits,
+    clock: Clock,
     queue: Mutex<Queue>,
     pub(super) calls: AtomicU64,
     pub(super) requests: AtomicU64,
@@ -48,7 +51,16 @@ const MOST_CHARGES: usize = 1_500;
 #[derive(Debug, Default)]
 struct Queue {
     waiting: VecDeque<Waiting>,
-    in_flight: usize,
+    flights: Vec<Flight>,
+    last_flight: u64,
+}
+
+/// The right to have a call in flight.
+#[derive(Debug)]
+struct Flight {
+    number: u64,
+    /// When its call was made.
+    since_us: u64,
 }
 
 /// A request in the queue, and who waits for its answer.
@@ -61,34 +73,57 @@ struct Waiting {
 impl Lane {
     pub(super) fn new(server: Arc<Server>, limits: Limits) -> Self {
         let queue = Mutex::new(Queue::default());
-        Self { server, limits, queue, calls: AtomicU64::new(0), requests: AtomicU64::new(0) }
+        let (calls, requests) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { server, limits, clock: Clock::system(), queue, calls, requests }
     }
 
     /// Has a request decided. Dropping the future takes the request out of the queue; what is on its
     /// way already may still be charged.
     pub(super) async fn ask(self: &Arc<Self>, ask: Ask) -> Result<Told, StoreError> {
         loop {
-            let receiver = {
-                let mut queue = self.queue.lock();
-                if queue.in_flight < self.limits.in_flight {
-                    queue.in_flight += 1;
-                    None
-                } else {
-                    let (answer, receiver) = oneshot::channel();
-                    queue.waiting.push_back(Waiting { ask: ask.clone(), answer });
-                    Some(receiver)
+            let receiver = match self.lead_or_wait(&ask) {
+                Ok(flight) => {
+                    let (lane, runtime) = (self.clone(), Handle::current());
+                    let _slot = Slot { lane, runtime, flight };
+                    let mut told = self.send(&[&ask]).await?;
+                    return told.pop().ok_or_else(unreadable);
                 }
-            };
-            let Some(receiver) = receiver else {
-                let _slot = Slot { lane: self.clone(), runtime: Handle::current() };
-                let mut told = self.send(&[&ask]).await?;
-                return told.pop().ok_or_else(unreadable);
+                Err(receiver) => receiver,
             };
             // Who was to send it is gone, and it was not sent.
             if let Ok(answer) = receiver.await {
                 return answer;
             }
         }
+    }
+
+    /// The right to send a request at once, or the other end of its place in the queue.
+    fn lead_or_wait(
+        self: &Arc<Self>,
+        ask: &Ask,
+    ) -> Result<u64, oneshot::Receiver<Result<Told, StoreError>>> {
+        let now_us = self.clock.now_us();
+        let mut queue = self.queue.lock();
+        // A caller that does not go on with its future keeps nobody else from sending.
+        let patience_us = 2 * self.limits.patience.as_micros() as u64;
+        queue.flights.retain(|flight| now_us.saturating_sub(flight.since_us) < patience_us);
+        if queue.flights.is_empty() {
+            return Ok(queue.take_off(now_us));
+        }
+        let (answer, receiver) = oneshot::channel();
+        queue.waiting.push_back(Waiting { ask: ask.clone(), answer });
+        let is_full = queue.waiting.len() >= self.limits.batch;
+        if is_full && queue.flights.len() < self.limits.in_flight {
+            let flight = queue.take_off(now_us);
+            drop(queue);
+            self.drain(flight, &Handle::current());
+        }
+        Err(receiver)
+    }
+
+    fn drain(self: &Arc<Self>, flight: u64, runtime: &Handle) {
+        // A runtime that is shut down drops the task here and now.
+        runtime.spawn(Drain { lane: self.clone(), flight, is_done: false }.run());
     }
 
     async fn send(&self, asks: &[&Ask]) -> Result<Vec<Told>, StoreError> {
@@ -104,6 +139,34 @@ impl Lane {
 }
 
 impl Queue {
+    fn take_off(&mut self, now_us: u64) -> u64 {
+        self.last_flight += 1;
+        self.flights.push(Flight { number: self.last_flight, since_us: now_us });
+        self.last_flight
+    }
+
+    /// Ends a flight. It may have been given up already.
+    fn land(&mut self, number: u64) {
+        self.flights.retain(|flight| flight.number != number);
+    }
+
+    /// The next call of a flight, if it is worth it.
+    fn next_call(&mut self, number: u64, most: usize, now_us: u64) -> Option<Batch> {
+        let is_full = self.waiting.len() >= most;
+        let flight = self.flights.iter_mut().find(|flight| flight.number == number)?;
+        flight.since_us = now_us;
+        let batch = if is_full || self.flights.len() == 1 {
+            self.next_batch(most)
+        } else {
+            Batch(Vec::new())
+        };
+        if batch.0.is_empty() {
+            self.land(number);
+            return None;
+        }
+        Some(batch)
+    }
+
     /// The requests that have waited longest, without those that nobody waits for any more.
     fn next_batch(&mut self, most: usize) -> Batch {
         let mut batch = Vec::with_capacity(most.min(self.waiting.len()));
@@ -130,41 +193,38 @@ impl Queue {
 struct Slot {
     lane: Arc<Lane>,
     runtime: Handle,
+    flight: u64,
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
         let mut queue = self.lane.queue.lock();
-        if queue.waiting.is_empty() {
-            queue.in_flight -= 1;
+        let is_last = queue.flights.iter().all(|flight| flight.number == self.flight);
+        if queue.waiting.is_empty() || queue.flights.is_empty() || !is_last {
+            queue.land(self.flight);
             return;
         }
-        // A runtime that is shut down drops the task here and now.
         drop(queue);
-        self.runtime.spawn(Drain { lane: self.lane.clone(), is_done: false }.run());
+        self.lane.drain(self.flight, &self.runtime);
     }
 }
 
 /// The right to have a call in flight, for those who wait.
 struct Drain {
     lane: Arc<Lane>,
+    flight: u64,
     is_done: bool,
 }
 
 impl Drain {
     /// Sends what waits until nothing does.
     async fn run(mut self) {
-        let Lane { queue, limits, .. } = &*self.lane;
+        let Lane { queue, limits, clock, .. } = &*self.lane;
         loop {
-            let mut batch = {
-                let mut queue = queue.lock();
-                let batch = queue.next_batch(limits.batch);
-                if batch.0.is_empty() {
-                    queue.in_flight -= 1;
-                    self.is_done = true;
-                    return;
-                }
-                batch
+            let call = queue.lock().next_call(self.flight, limits.batch, clock.now_us());
+            let Some(mut batch) = call else {
+                self.is_done = true;
+                return;
             };
             let asks: Vec<_> = batch.0.iter().map(|waiting| &waiting.ask).collect();
             let sent = timeout(limits.patience, self.lane.send(&asks)).await;
@@ -186,7 +246,7 @@ impl Drop for Drain {
     fn drop(&mut self) {
         if !self.is_done {
             let mut queue = self.lane.queue.lock();
-            queue.in_flight -= 1;
+            queue.land(self.flight);
             let waiting = mem::take(&mut queue.waiting);
             drop(queue);
             drop(waiting);

@@ -318,8 +318,8 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// The most calls to the server at a time. Requests that come while so many are on their way
-    /// gather for the next one. Default: 2.
+    /// The most calls to the server at a time. Requests that come while one is on its way gather for
+    /// the next, and another call is made beside it as soon as there are enough to fill it. Default: 2.
     #[must_use]
     pub fn in_flight(mut self, calls: usize) -> Self {
         self.in_flight = calls;
