@@ -15,6 +15,7 @@
 local requests, names, byte = ARGV[2], KEYS, string.byte
 local identities_count, has_msetex, at = unpack('<I2B', requests)
 read_identities(identities_count)
+
 -- Charges what there is room for.
 local function charge(key, rule, cost, after)
   if cost == 0 then return end

@@ -19,7 +19,10 @@ pub(crate) struct Guard {
     clock: Clock,
     hook: Option<Hook>,
     counters: Counters,
+    last_warning_us: AtomicU64,
 }
+
+const WARNING_INTERVAL_US: u64 = 10_000_000;
 
 /// Hears of every change of state.
 pub(crate) type Hook = Box<dyn Fn(&StateChange) + Send + Sync>;
@@ -81,6 +84,7 @@ impl Guard {
             clock: Clock::system(),
             hook,
             counters: Counters::default(),
+            last_warning_us: AtomicU64::new(0),
         }
     }
 
@@ -107,7 +111,7 @@ impl Guard {
                     count(&self.counters.late);
                 }
                 if !error.is_outage() {
-                    tracing::warn!(target: "tollgate", %error, "the store could not decide a request");
+                    self.warn(&error);
                     return None;
                 }
                 error.to_string()
@@ -131,6 +135,18 @@ impl Guard {
             late: late.load(Relaxed),
             skipped: skipped.load(Relaxed),
             downs: downs.load(Relaxed),
+        }
+    }
+
+    /// Tells of a request that the store could not decide though it is in order. There may be many such,
+    /// so this is not told of each.
+    fn warn(&self, error: &impl fmt::Display) {
+        let now_us = self.clock.now_us();
+        let last_us = self.last_warning_us.load(Relaxed);
+        if now_us.saturating_sub(last_us) >= WARNING_INTERVAL_US
+            && self.last_warning_us.compare_exchange(last_us, now_us, Relaxed, Relaxed).is_ok()
+        {
+            tracing::warn!(target: "tollgate", %error, "the store could not decide a request");
         }
     }
 
