@@ -584,7 +584,7 @@ impl<R: ?Sized + 'static> LimiterBuilder<R> {
             }
             Some(redis) => {
                 let mut stack = stack;
-                let plans = stack.shared_by(redis.instances())?;
+                let plans = stack.shared_by(redis.instances());
                 let remote = Remote::new(redis, stack.remote_plans(), &plans)?;
                 (stack, plans, Some(remote))
             }

@@ -79,11 +79,19 @@ local function define_apart()
       -- This was written by somebody else.
       if not length or length < 10 or at + length - 1 > #value then break end
       local raw = string.sub(value, at, at + length - 1)
-      list[#list + 1] = { id = id, fresh = low + high % 32 * LOW, raw = raw }
+      local code = math.floor(high / 32)
+      list[#list + 1] = { id = id, code = code, fresh = low + high % 32 * LOW, raw = raw }
       at = at + length
     end
     nexts[key] = #value + 1
     return list
+  end
+
+  -- Whether a record is one of a rule's policy. Policies whose names happen to have the same hash are at
+  -- least told apart by their algorithms.
+  local function belongs(record, rule)
+    local code = rule.code / 32
+    return record.id == rule.id and (record.code == code or record.code < 5 and code < 5)
   end
 
   -- A record that was not as its rule leaves it, or not where it was expected: that of another quota,
@@ -101,7 +109,7 @@ local function define_apart()
     if not raw then
       local list = read_all(key)
       for i = 1, #list do
-        if list[i].id == rule.id then
+        if belongs(list[i], rule) then
           raw = table.remove(list, i).raw
           break
         end

@@ -2,7 +2,7 @@
 -- Rule: tick in microseconds, drops per tick, drops per unit, capacity in drops, how many ticks ahead
 -- a state can be, how many drops can be counted.
 -- Record: when the bucket is empty; the terms that it is counted by; the drops that the last tick has
--- to spare, if a tick drains more than one. Terms are written in one of two ways (see `convert`).
+-- to spare, if a tick drains more than one. Terms are written in one of two ways (see `read_terms`).
 -- State: the drops in the bucket. Told: the same, before the request.
 
 -- What only other quotas and refunds need.

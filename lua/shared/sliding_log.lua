@@ -130,14 +130,13 @@ local function define_sliding_log()
   -- Its own times and no others: an older time in the place of a newer one would leave sooner.
   local function refund(rule, key, cost, spent_us)
     local log = rule.states[key]
-    local kept = {}
     local times = read_times(log, 0, log.length)
     for i = #times, 1, -1 do
-      if times[i] == spent_us and cost > 0 then
-        cost = cost - 1
-      else
-        table.insert(kept, 1, times[i])
-      end
+      if cost > 0 and times[i] == spent_us then times[i], cost = false, cost - 1 end
+    end
+    local kept = {}
+    for i = 1, #times do
+      if times[i] then kept[#kept + 1] = times[i] end
     end
     if #kept == #times then return end
     log.newest = kept[#kept] or 0

@@ -185,14 +185,12 @@ impl<R: ?Sized + 'static> Stack<R> {
 
     /// The same for a store in this process that stands in for one that is shared by `instances`.
     #[cfg(feature = "redis")]
-    pub(crate) fn shared_by(&mut self, instances: u32) -> Result<Vec<Plan>, BuildError> {
+    pub(crate) fn shared_by(&mut self, instances: u32) -> Vec<Plan> {
         self.entries.iter_mut().for_each(|entry| entry.instances = Some(instances));
-        let plan = |entry: &Entry<R>| match Rule::new(entry.kind, &entry.quota.share(instances)) {
-            Ok(rule) if entry.varies() => Ok(entry.plan(rule.varying())),
-            Ok(rule) => Ok(entry.plan(rule)),
-            Err(error) => Err(BuildError::Quota { policy: entry.name.to_owned(), error }),
-        };
-        self.entries.iter().map(plan).collect()
+        self.entries
+            .iter()
+            .map(|entry| entry.plan(entry.share_of(&entry.quota, entry.rule)))
+            .collect()
     }
 
     /// What a store that is elsewhere has to know of each policy.
@@ -339,8 +337,8 @@ impl<R: ?Sized> Entry<R> {
             bill.rules.push(rule);
             charge.rule = bill.rules.len() as u32;
             #[cfg(feature = "redis")]
-            if let Some(instances) = self.instances {
-                bill.rules.push(self.rule_for(&quota.share(instances))?);
+            if self.instances.is_some() {
+                bill.rules.push(self.share_of(&quota, rule));
             }
         }
         bill.charges.push(charge);
@@ -361,6 +359,17 @@ impl<R: ?Sized> Entry<R> {
             policy: self.name,
             message: format!("the quota `{quota}` for this request cannot be: {error}"),
         }))
+    }
+
+    /// The rule of this instance's share of a quota, or that of the quota where its part is too slow to be
+    /// counted.
+    #[cfg(feature = "redis")]
+    fn share_of(&self, quota: &Quota, rule: Rule) -> Rule {
+        match Rule::new(self.kind, &quota.share(self.instances.unwrap_or(1))) {
+            Ok(share) if self.varies() => share.varying(),
+            Ok(share) => share,
+            Err(_) => rule,
+        }
     }
 
     /// Whether what was counted over one period says nothing about another.

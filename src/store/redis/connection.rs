@@ -28,6 +28,7 @@ use std::{
     task::Poll,
     time::Duration,
 };
+use tokio::runtime::{self, Handle};
 
 /// Where connections come from.
 pub(super) enum Source {
@@ -40,7 +41,8 @@ pub(super) enum Source {
 pub(super) struct OwnPool {
     manager: Manager,
     size: u32,
-    pool: Mutex<Option<Pool<Manager>>>,
+    /// With the runtime that it was made on.
+    pool: Mutex<Option<(runtime::Id, Pool<Manager>)>>,
     last_error: LastError,
 }
 
@@ -102,15 +104,19 @@ impl OwnPool {
                 .error_sink(Box::new(self.last_error.clone()))
                 .build_unchecked(self.manager.clone())
         };
-        self.pool.lock().get_or_insert_with(make).clone()
+        let mut pool = self.pool.lock();
+        let (_, pool) = pool.get_or_insert_with(|| (Handle::current().id(), make()));
+        pool.clone()
     }
 
     /// Why the pool gave no connection in time.
     fn no_connection(&self, pool: &Pool<Manager>) -> StoreError {
         self.last_error.take().unwrap_or_else(|| {
-            // It may wait for connections that a runtime was making when it was shut down.
+            // It may wait for connections that another runtime was making when it was shut down.
+            let here = Handle::current().id();
+            let elsewhere = |made: &mut (runtime::Id, Pool<Manager>)| made.0 != here;
             if pool.state().connections == 0 {
-                *self.pool.lock() = None;
+                drop(self.pool.lock().take_if(elsewhere));
             }
             StoreError::no_connection("no connection in time")
         })
@@ -127,11 +133,15 @@ impl fmt::Debug for Source {
     }
 }
 
+/// Making a connection takes several round trips, with TLS some more. It goes on in the background when
+/// those who wait for it have gone.
+const LEAST_CONNECTION_TIME: Duration = Duration::from_secs(1);
+
 /// Makes connections, and tells which are of no use any more.
 #[derive(Clone)]
 pub(super) struct Manager {
     client: Client,
-    /// How long to wait for a connection, and for a reply.
+    /// How long those who decide wait for a connection, and for a reply.
     patience: Duration,
 }
 
@@ -185,7 +195,7 @@ impl ManageConnection for Manager {
         let broken = Arc::new(AtomicBool::new(false));
         let closed = broken.clone();
         let config = AsyncConnectionConfig::new()
-            .set_connection_timeout(Some(self.patience))
+            .set_connection_timeout(Some(self.patience.max(LEAST_CONNECTION_TIME)))
             .set_response_timeout(Some(self.patience))
             .set_push_sender(move |push: PushInfo| {
                 if push.kind == PushKind::Disconnection {

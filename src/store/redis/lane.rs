@@ -23,7 +23,7 @@ use std::{
     },
     time::Duration,
 };
-use tokio::{runtime::Handle, sync::oneshot, time::timeout};
+use tokio::{runtime::Handle, sync::oneshot, task::yield_now, time::timeout};
 
 #[derive(Debug)]
 pub(super) struct Lane {
@@ -237,6 +237,8 @@ impl Drain {
                 }
                 Err(error) => batch.fail(&error),
             }
+            // Whoever was answered may have another request at once: it goes with the next call.
+            yield_now().await;
         }
     }
 }

@@ -50,7 +50,7 @@ use std::{
     fmt,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU8, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -70,7 +70,8 @@ use tokio::{runtime::Handle, time::timeout};
 ///
 /// An ACL user needs no more than this, with the namespace in place of `api`, or `~tg:*` without one.
 /// `+msetex` is of use where the server has it, and `+info` for [`check`](Self::check) to see more than
-/// what is missing.
+/// what is missing. A database other than 0 takes `+select`, and a pool of your own that tests its
+/// connections `+ping`.
 ///
 /// ```text
 /// ACL SETUSER api on >password ~tg:api:* -@all +evalsha +eval +time +mget +set +del
@@ -89,7 +90,7 @@ struct Shared {
     key: Arc<[u8]>,
     deadline: Duration,
     instances: u32,
-    looked_over: Arc<AtomicBool>,
+    look_over: Arc<AtomicU8>,
 }
 
 /// Puts a [`RedisStore`] together.
@@ -204,11 +205,23 @@ impl RedisStore {
 
     /// Has a request decided. `None` means that the failure modes have to answer.
     pub(crate) async fn decide(&self, ask: Ask) -> Option<Told> {
-        if !self.shared.looked_over.swap(true, Relaxed) {
+        self.look_over(DUE);
+        let told = self.shared.guard.call(self.shared.lane.ask(ask)).await;
+        if told.is_some() {
+            self.look_over(DUE_WHEN_UP);
+        }
+        told
+    }
+
+    /// Looks the server over in the background, if that is due.
+    fn look_over(&self, due: u8) {
+        let look_over = &self.shared.look_over;
+        if look_over.load(Relaxed) == due
+            && look_over.compare_exchange(due, DONE, Relaxed, Relaxed).is_ok()
+        {
             let shared = self.shared.clone();
             Handle::current().spawn(async move { shared.warn().await });
         }
-        self.shared.guard.call(self.shared.lane.ask(ask)).await
     }
 
     /// Gives back what a request was charged at `spent_us`, with what each algorithm has to know of
@@ -227,6 +240,11 @@ impl RedisStore {
     }
 }
 
+/// The first request has the server looked over, and the first that it decides, if it was down then.
+const DUE: u8 = 0;
+const DONE: u8 = 1;
+const DUE_WHEN_UP: u8 = 2;
+
 impl Shared {
     async fn check(&self) -> Result<Vec<Warning>, StoreError> {
         let key = format!("{}:check", self.prefix);
@@ -243,8 +261,7 @@ impl Shared {
                     tracing::warn!(target: "tollgate", "{warning}");
                 }
             }
-            // The next request looks again.
-            Err(_) => self.looked_over.store(false, Relaxed),
+            Err(_) => self.look_over.store(DUE_WHEN_UP, Relaxed),
         }
     }
 }
@@ -395,7 +412,7 @@ impl RedisStoreBuilder {
                 .map_err(|error| ConfigError::Address { message: error.to_string() })?,
         };
         let has_msetex = AtomicBool::new(false);
-        let looked_over = Arc::<AtomicBool>::default();
+        let look_over = Arc::<AtomicU8>::default();
         let server = Arc::new(Server { source, clock: self.clock, has_msetex });
         let limits =
             Limits { batch: self.batch, in_flight: self.in_flight, patience: self.deadline };
@@ -405,23 +422,23 @@ impl RedisStoreBuilder {
             guard: Guard::new(
                 &self.breaker,
                 self.deadline,
-                Some(hook(looked_over.clone(), self.hook)),
+                Some(hook(look_over.clone(), self.hook)),
             ),
             prefix: prefix.into(),
             key: self.key.into(),
             deadline: self.deadline,
             instances: self.instances,
-            looked_over,
+            look_over,
         };
         Ok(RedisStore { shared: Arc::new(shared) })
     }
 }
 
 /// A server that was down may be another one now.
-fn hook(looked_over: Arc<AtomicBool>, own: Option<Hook>) -> Hook {
+fn hook(look_over: Arc<AtomicU8>, own: Option<Hook>) -> Hook {
     Box::new(move |change| {
         if *change == StateChange::Up {
-            looked_over.store(false, Relaxed);
+            look_over.store(DUE, Relaxed);
         }
         if let Some(own) = &own {
             own(change);
