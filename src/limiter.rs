@@ -9,7 +9,7 @@ use crate::{
         stack::{BuildError, Stack},
     },
     store::{Bill, LocalStore, Mode, Store, local::Local},
-    turn::{Lines, Refund, Turn},
+    turn::{Counted, Lines, Refund, Turn},
 };
 #[cfg(feature = "redis")]
 use crate::{
@@ -289,7 +289,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let shared = &self.shared;
         self.decide_by(request, |bill, outcomes| {
             let (mut admitted, mut time_us) = (false, 0);
-            let places = lines.join(bill, outcomes, |outcomes| {
+            let places = lines.join(Counted::Here, bill, outcomes, |outcomes| {
                 (admitted, time_us) = shared.acquire(bill, outcomes, Mode::Charge);
                 admitted.then_some(time_us)
             });
@@ -432,7 +432,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
         if let Some((admitted, time_us)) = remote.acquire(&bill, &mut outcomes, mode).await {
             // Its turn is so much later by any clock.
             let acquired = |_: &mut [Outcome]| admitted.then(|| shared.clock.now_us());
-            let places = lines.map(|lines| lines.join(&bill, &mut outcomes, acquired));
+            let places =
+                lines.map(|lines| lines.join(Counted::Elsewhere, &bill, &mut outcomes, acquired));
             let refund = self.refund_elsewhere(time_us);
             return self.conclude((bill, outcomes), admitted, time_us, places, refund);
         }
@@ -444,7 +445,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
             admitted.then_some(time_us)
         };
         let places = match lines {
-            Some(lines) => Some(lines.join(&bill, &mut outcomes, acquire)),
+            Some(lines) => Some(lines.join(Counted::Here, &bill, &mut outcomes, acquire)),
             None => {
                 acquire(&mut outcomes);
                 None

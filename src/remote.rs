@@ -9,10 +9,14 @@ use crate::{
         redis::{Ask, AskedCharge, CodedRule, PolicyId, RedisStore, fill_in, memory},
     },
 };
+use tokio::sync::Semaphore;
 
 pub(crate) struct Remote {
     store: RedisStore,
     policies: Box<[Policy]>,
+    /// Refunds are made one after the other, so that a crowd that gives up leaves connections to those
+    /// who decide.
+    refunds: Semaphore,
 }
 
 /// A policy, as the store knows it.
@@ -44,7 +48,7 @@ impl Remote {
                 return Err(BuildError::SameRecords { policies });
             }
         }
-        Ok(Self { store, policies })
+        Ok(Self { store, policies, refunds: Semaphore::new(1) })
     }
 
     /// Has a bill decided. Fills in the outcomes, and returns whether the request is admitted and the
@@ -72,6 +76,7 @@ impl Remote {
         let memories: Vec<_> =
             memories.map(|(rule, outcome)| memory(rule, spent_us, outcome)).collect();
         let ask = self.ask(bill, outcomes, Mode::Charge);
+        let _turn = self.refunds.acquire().await.ok()?;
         self.store.refund(&ask, spent_us, &memories).await
     }
 

@@ -23,11 +23,21 @@ use std::{
     task::{Context, Poll, Waker},
 };
 
-/// All lines of a stack, by policy and identity. A line is in the order of the turns.
+/// All lines of a stack, by policy, identity and where that is counted. A line is in the order of the
+/// turns.
 #[derive(Clone, Default)]
 pub(crate) struct Lines(Arc<Mutex<HashMap<LineId, Vec<Arc<Place>>>>>);
 
-type LineId = (usize, Fingerprint);
+type LineId = (usize, Fingerprint, Counted);
+
+/// Where the bucket is that a line waits for. What is given back here is nothing to those whose turn was
+/// told elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Counted {
+    Here,
+    #[cfg(feature = "redis")]
+    Elsewhere,
+}
 
 /// A place in a line.
 pub(crate) struct Place {
@@ -47,6 +57,7 @@ impl Lines {
     /// of the decisions.
     pub(crate) fn join(
         &self,
+        counted: Counted,
         bill: &Bill,
         outcomes: &mut [Outcome],
         acquire: impl FnOnce(&mut [Outcome]) -> Option<u64>,
@@ -62,7 +73,7 @@ impl Lines {
                 continue;
             }
             let place = Arc::new(Place {
-                line: (charge.policy(), charge.fingerprint),
+                line: (charge.policy(), charge.fingerprint, counted),
                 charge: index,
                 turn_us: AtomicU64::new(now_us + delay_us),
                 delay_us,
@@ -81,7 +92,7 @@ impl Lines {
         let lines = self.0.lock();
         let lengths_us = refund();
         for (charge, by_us) in bill.charges.iter().zip(lengths_us).filter(|(_, by_us)| *by_us > 0) {
-            let line = lines.get(&(charge.policy(), charge.fingerprint));
+            let line = lines.get(&(charge.policy(), charge.fingerprint, Counted::Here));
             let behind = line.into_iter().flatten();
             let behind = behind.filter(|place| place.turn_us.load(Relaxed) > turn_us);
             moved_up.extend(behind.filter_map(|place| place.move_up(by_us)));

@@ -104,8 +104,8 @@ impl Lane {
     ) -> Result<u64, oneshot::Receiver<Result<Told, StoreError>>> {
         let now_us = self.clock.now_us();
         let mut queue = self.queue.lock();
-        // A caller that does not go on with its future keeps nobody else from sending.
-        let patience_us = 2 * self.limits.patience.as_micros() as u64;
+        // A caller that does not go on with its future keeps others from sending for a while only.
+        let patience_us = self.limits.patience.as_micros() as u64 / 2;
         queue.flights.retain(|flight| now_us.saturating_sub(flight.since_us) < patience_us);
         if queue.flights.is_empty() {
             return Ok(queue.take_off(now_us));
@@ -217,7 +217,7 @@ struct Drain {
 }
 
 impl Drain {
-    /// Sends what waits until nothing does.
+    /// Sends what waits until nothing does, or another call will take it.
     async fn run(mut self) {
         let Lane { queue, limits, clock, .. } = &*self.lane;
         loop {
