@@ -29,9 +29,10 @@ do
       kinds[index] = kind
     end
     local rule = kind.prepare(kind, id, code, terms, spare, length, a, b, c, d, e, f)
-    -- Requests may have different quotas of one policy: whoever comes last has its state.
+    -- Requests may have different quotas of one policy: whoever comes last has its state. Policies whose
+    -- names happen to have the same hash are at least told apart by their algorithms.
     for i = 1, #rules do
-      if rules[i].id == id then
+      if rules[i].id == id and rules[i].kind == kind then
         local twins = rules[i].twins or { rules[i] }
         twins[#twins + 1] = rule
         rules[i].twins, rule.twins = twins, twins
@@ -87,8 +88,7 @@ local function define_apart()
     return list
   end
 
-  -- Whether a record is one of a rule's policy. Policies whose names happen to have the same hash are at
-  -- least told apart by their algorithms.
+  -- Whether a record is one of a rule's policy: its hash and its algorithm.
   local function belongs(record, rule)
     local code = rule.code / 32
     return record.id == rule.id and (record.code == code or record.code < 5 and code < 5)
