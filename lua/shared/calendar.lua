@@ -15,8 +15,8 @@ local function define_calendar()
   local function month_end()
     local shifted = math.floor(now / DAY) + 719468
     local era, day_of_era = math.floor(shifted / 146097), shifted % 146097
-    local year_of_era = math.floor((day_of_era - math.floor(day_of_era / 1460) + math.floor(day_of_era / 36524)
-      - math.floor(day_of_era / 146096)) / 365)
+    local year_of_era = math.floor((day_of_era - math.floor(day_of_era / 1460)
+      + math.floor(day_of_era / 36524) - math.floor(day_of_era / 146096)) / 365)
     local leap_days = math.floor(year_of_era / 4) - math.floor(year_of_era / 100)
     local day_of_year = day_of_era - 365 * year_of_era - leap_days
     local shifted_month = math.floor((5 * day_of_year + 2) / 153)

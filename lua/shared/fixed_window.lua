@@ -47,7 +47,8 @@ local function define_fixed_window()
 
   local function prepare(kind, id, code, _, _, length, limit, span, period, longest)
     return {
-      kind = kind, read = read, ask = ask, write = write, states = {}, ends = {}, id = id, code = code * 32, length = length,
+      kind = kind, read = read, ask = ask, write = write,
+      states = {}, ends = {}, id = id, code = code * 32, length = length,
       limit = limit, longest = longest, from_first_hit = span == 1,
       window_end = window_end[span](period),
     }

@@ -76,11 +76,11 @@ local function define_apart()
     if not value then return list end
     while at + 8 <= #value do
       local id, low, high = unpack('<I2I6B', value, at)
-      local length = length_at(value, at, math.floor(high / 32))
+      local code = math.floor(high / 32)
+      local length = length_at(value, at, code)
       -- This was written by somebody else.
       if not length or length < 10 or at + length - 1 > #value then break end
       local raw = string.sub(value, at, at + length - 1)
-      local code = math.floor(high / 32)
       list[#list + 1] = { id = id, code = code, fresh = low + high % 32 * LOW, raw = raw }
       at = at + length
     end

@@ -42,7 +42,8 @@ local function define_meter_conversion()
     if code == 4 then
       local shape, at = unpack('<I2', bytes, 11)
       local tick_us = 10 ^ (3 * math.floor(shape / 512))
-      local wide, unit_width, units_width = math.floor(shape / 64) % 8, math.floor(shape / 8) % 8, shape % 8
+      local wide, unit_width = math.floor(shape / 64) % 8, math.floor(shape / 8) % 8
+      local units_width = shape % 8
       local drops_per_tick, spare, drops_per_unit, units = 1, 0
       if wide > 0 then drops_per_tick, at = unpack('<I' .. wide, bytes, at) end
       drops_per_unit, at = unpack('<I' .. unit_width, bytes, at)
@@ -66,7 +67,8 @@ local function define_meter_conversion()
     local fresh, code = low + high % 32 * LOW, math.floor(high / 32)
     local tick_us, drops_per_tick, drops_per_unit, units, spare = read_terms(bytes, code)
     local ahead = math.floor(fresh / tick_us) - math.floor(now / tick_us)
-    if ahead > 2 * math.ceil(units * drops_per_unit / drops_per_tick) then return rule.capacity, true end
+    local farthest = 2 * math.ceil(units * drops_per_unit / drops_per_tick)
+    if ahead > farthest then return rule.capacity, true end
     local drops = math.max(ahead * drops_per_tick - spare, 0)
     if tick_us == rule.tick_us and drops_per_tick == rule.drops_per_tick
       and drops_per_unit == rule.drops_per_unit then
@@ -180,7 +182,8 @@ local function define_meter()
       states = {}, overfull = false, id = id, code = code * 32, terms = terms, length = length,
       format = '<I2I6Bc' .. #terms .. spare,
       tick_us = tick_us, drops_per_tick = drops_per_tick, drops_per_unit = drops_per_unit,
-      capacity = capacity, farthest = farthest, countable = countable, tick = math.floor(now / tick_us),
+      capacity = capacity, farthest = farthest, countable = countable,
+      tick = math.floor(now / tick_us),
     }
   end
 

@@ -5,7 +5,6 @@
 -- State: this window's count, the last one's, and the start. Told: the start and the two counts,
 -- before the request.
 local function define_sliding_window()
-
   local function start(rule, key)
     rule.starts[key], rule.states[key], rule.previous[key] = rule.start_now, 0, 0
   end
