@@ -141,8 +141,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
     }
 
     /// Gives back what `request` was charged by `decision`, as far as it has not come back by
-    /// itself since. For requests that turned out to be free. Give back once, and only decisions of
-    /// [`check`](Self::check) and [`ready`](Self::ready).
+    /// itself since. For requests that turned out to be free. Give back once, and only decisions that
+    /// were charged: those of a `peek` were not.
     ///
     /// Where several are given back out of order, a bucket may count some of it as not come back yet,
     /// so that up to one burst more passes.

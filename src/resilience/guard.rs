@@ -40,7 +40,7 @@ pub enum StateChange {
     Up,
 }
 
-/// How a store is doing, and what it did since the process began.
+/// How a store is doing, and what it did since it was made. Refunds and resets count as requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Health {

@@ -1,8 +1,8 @@
 //! Connections: a pool that is not asked for more than it has to be, and what an error says.
 //!
 //! A connection is not pinged when it is taken out: that would be a second round trip. It is known to
-//! be broken when the server closed it, when an error said so, or when nothing was heard on it for
-//! longer than one call may take.
+//! be broken when the server closed it, when an error said so, or when two calls in a row had no reply
+//! and the first of them is longer ago than a call may take.
 
 use super::error::StoreError;
 use crate::clock::Clock;

@@ -1,6 +1,6 @@
 //! A lane: requests of one instance that wait for the server go together.
 //!
-//! A request that finds nothing in its way is sent at once, by its own caller. While a call is in
+//! A request that finds no call in flight is sent at once, by its own caller. While a call is in
 //! flight, others gather, and the next call takes them all: there is no timer, and nobody waits
 //! longer than for the call before. Another call at the same time is worth its price only when there
 //! is a full batch for it.
@@ -189,7 +189,7 @@ impl Queue {
 }
 
 /// The right to have a call in flight, in the hands of a caller. When it is done, or dropped in the
-/// middle, the right goes to those who wait.
+/// middle, the right goes to those who wait, unless another call will take them.
 struct Slot {
     lane: Arc<Lane>,
     runtime: Handle,
@@ -244,7 +244,7 @@ impl Drain {
 }
 
 impl Drop for Drain {
-    /// If it is not done, its runtime was shut down. Others may wait on another one: they try anew.
+    /// If it is not done, its runtime was shut down, or it panicked. Others who wait try anew.
     fn drop(&mut self) {
         if !self.is_done {
             let mut queue = self.lane.queue.lock();
