@@ -60,7 +60,7 @@ async fn send(layer: &RateLimitLayer, request: Request<()>) -> Response<Bytes> {
 }
 
 /// A layer that counts everybody together.
-fn everybody(server: &Server) -> RateLimitLayerBuilder {
+fn counting_all(server: &Server) -> RateLimitLayerBuilder {
     RateLimitLayer::builder().store(store(server)).key(Global)
 }
 
@@ -632,8 +632,10 @@ async fn promise_9_a_rejection_is_a_response() {
 #[tokio::test]
 async fn a_layer_limits_an_axum_router() {
     let server = redis();
-    let layer =
-        everybody(&server).policy(Policy::token_bucket("p", Quota::per_hour(5))).build().unwrap();
+    let layer = counting_all(&server)
+        .policy(Policy::token_bucket("p", Quota::per_hour(5)))
+        .build()
+        .unwrap();
     let app = axum::Router::new().route("/", axum::routing::get(|| async { "hello" })).layer(layer);
     let mut statuses = Vec::new();
     for _ in 0..7 {
@@ -701,7 +703,7 @@ async fn a_call_that_is_not_http_is_limited() {
 #[tokio::test]
 async fn a_layer_in_redis_and_one_in_this_process_go_together() {
     let server = redis();
-    let shared = everybody(&server)
+    let shared = counting_all(&server)
         .policy(Policy::token_bucket("fleet", Quota::per_hour(5)))
         .build()
         .unwrap();
@@ -773,8 +775,10 @@ async fn a_method_that_cannot_wait_says_so() {
 #[tokio::test]
 async fn an_interceptor_does_not_take_a_layer_that_has_to_ask() {
     let server = redis();
-    let layer =
-        everybody(&server).policy(Policy::token_bucket("p", Quota::per_hour(4))).build().unwrap();
+    let layer = counting_all(&server)
+        .policy(Policy::token_bucket("p", Quota::per_hour(4)))
+        .build()
+        .unwrap();
     assert!(matches!(layer.interceptor(), Err(BuildError::CannotAsk)));
 }
 
