@@ -1,11 +1,11 @@
 -- Decides requests, one after the other: each is charged to all of its policies or to none.
 --
--- KEYS     the identities, then the rings of their sliding logs
+-- KEYS     the identities, then the rings of their sliding logs and the sets of their leases
 -- ARGV[1]  the rules (identity.lua)
 -- ARGV[2]  how many of the keys are identities (2 bytes), whether the server has MSETEX (1); then for
---          each request how many charges it has (2, plus 32768 if it only asks), and for each of those
---          the indices of its identity (2), rule (2) and ring (2, or 0) and its cost (1; 255 if it is
---          larger than 254 and follows in 7 more)
+--          each request how many charges it has (2, plus 32768 if it only asks, plus 16384 if the id of
+--          its lease follows in 16 more), and for each of those the indices of its identity (2), rule (2)
+--          and ring or set (2, or 0) and its cost (1; 255 if it is larger than 254 and follows in 7 more)
 -- ARGV[3]  in tests: the present, in microseconds
 -- RETURNS  numbers of 7 bytes: the present in microseconds; what was told of the states before each
 --          charge; and bits that tell which requests were admitted, 32 to a number, lowest first
@@ -17,8 +17,9 @@ local identities_count, has_msetex, at = unpack('<I2B', requests)
 read_identities(identities_count)
 
 -- Charges what there is room for.
-local function charge(key, rule, cost, after)
+local function charge(key, rule, cost, after, lease)
   if cost == 0 then return end
+  if rule.held then return rule:charge(key, cost, lease) end
   if after then rule.states[key] = after else rule:charge(key, cost) end
   changed[key] = true
   if kept then change(key, rule) end
@@ -32,8 +33,13 @@ local last = #requests
 while at <= last do
   local count, high = byte(requests, at, at + 1)
   local charging = high < 128
-  count = count + high % 128 * 256
+  count = count + high % 64 * 256
   at = at + 2
+  local lease
+  if high % 128 >= 64 then
+    lease = string.sub(requests, at, at + 15)
+    at = at + 16
+  end
   local admitted = true
   for i = 1, count do
     local key, key_high, rule, rule_high, ring, ring_high, cost = byte(requests, at, at + 6)
@@ -45,7 +51,7 @@ while at <= last do
     n, fits, after = rule:ask(key, cost, told, n)
     if not fits then admitted = false end
     if count == 1 then
-      if fits and charging then charge(key, rule, cost, after) end
+      if fits and charging then charge(key, rule, cost, after, lease) end
     else
       if not keys then keys, charged, costs, afters = {}, {}, {}, {} end
       keys[i], charged[i], costs[i], afters[i] = key, rule, cost, after
@@ -54,7 +60,7 @@ while at <= last do
   if admitted then
     bits = bits + bit
     if charging and count > 1 then
-      for i = 1, count do charge(keys[i], charged[i], costs[i], afters[i]) end
+      for i = 1, count do charge(keys[i], charged[i], costs[i], afters[i], lease) end
     end
   end
   bit = bit * 2

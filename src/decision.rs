@@ -1,6 +1,6 @@
 //! What was decided, in numbers.
 
-use crate::key::KeyError;
+use crate::{key::KeyError, priority::Priority};
 use smallvec::SmallVec;
 use std::{error, fmt, time::Duration};
 
@@ -50,6 +50,15 @@ pub enum Reason {
         /// The policy.
         policy: &'static str,
     },
+    /// There is not room for all, and others are more important: a load shedder turned it away.
+    Shed {
+        /// The load shedder.
+        shedder: &'static str,
+        /// How important the request is.
+        priority: Priority,
+        /// When to come back.
+        retry_after: Duration,
+    },
 }
 
 /// What one policy said. Policies that did not apply to the request have no outcome.
@@ -71,6 +80,8 @@ pub(crate) enum Verdict {
     Admitted,
     /// Not for so many microseconds, and then yes if nobody else spends anything.
     Wait(u64),
+    /// Not now, and nobody knows for how long: all slots are held.
+    Full,
     /// Never: the cost is above the capacity.
     Never,
 }
@@ -80,12 +91,27 @@ pub(crate) enum Verdict {
 pub(crate) struct Allotment {
     /// At least as much as can remain.
     pub(crate) limit: u64,
-    /// The time in which so much comes back.
+    /// The time in which so much comes back; 0 for slots, which come back when they are released.
     pub(crate) window_us: u64,
 }
 
+/// How long to wait for what nobody knows about: soon enough to be of use, and late enough not to be a
+/// burden.
+const UNKNOWN_WAIT_US: u64 = 1_000_000;
+
 /// Most stacks are no deeper than three; only deeper ones allocate.
 pub(crate) type Outcomes = SmallVec<[Outcome; 3]>;
+
+impl Allotment {
+    pub(crate) const fn of_slots(limit: u64) -> Self {
+        Self { limit, window_us: 0 }
+    }
+
+    /// Whether it is of requests in flight, rather than of requests over time.
+    pub(crate) const fn is_of_slots(&self) -> bool {
+        self.window_us == 0
+    }
+}
 
 impl Decision {
     /// A decision that is still to be made.
@@ -153,12 +179,14 @@ impl Rejection {
         &self.outcomes
     }
 
-    /// The names of all policies that rejected the request, in the order of the stack.
+    /// The names of all policies that rejected the request, in the order of the stack, or that of the load
+    /// shedder.
     pub fn policies(&self) -> impl Iterator<Item = &'static str> {
         let alone = match self.reason {
             Reason::NoKey { policy, .. }
             | Reason::Faulty { policy, .. }
             | Reason::Unavailable { policy } => Some(policy),
+            Reason::Shed { shedder, .. } => Some(shedder),
             Reason::Limited | Reason::TooCostly => None,
         };
         let rejecting = self.outcomes.iter().filter(|outcome| !outcome.is_admitted());
@@ -171,13 +199,17 @@ impl Rejection {
     pub fn tightest(&self) -> Option<&Outcome> {
         match self.reason {
             Reason::Limited | Reason::TooCostly => tightest(&self.outcomes),
-            Reason::NoKey { .. } | Reason::Faulty { .. } | Reason::Unavailable { .. } => None,
+            Reason::NoKey { .. }
+            | Reason::Faulty { .. }
+            | Reason::Unavailable { .. }
+            | Reason::Shed { .. } => None,
         }
     }
 
     /// After how long the request would be admitted if nobody else spends anything meanwhile: the
-    /// longest wait of all rejecting policies, to the microsecond. `None` if no wait would do. A second
-    /// if the store could not be asked.
+    /// longest wait of all rejecting policies, to the microsecond. `None` if no wait would do. Where nobody
+    /// knows, a second: if all slots are held, or the store could not be asked. What a load shedder says
+    /// is chosen at random from a range, so that those who were turned away don't come back together.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         self.retry_after_us().map(Duration::from_micros)
@@ -191,9 +223,15 @@ impl Rejection {
 
     pub(crate) fn retry_after_us(&self) -> Option<u64> {
         match self.reason {
-            Reason::Limited => self.outcomes.iter().filter_map(Outcome::wait_us).max(),
-            // Nobody knows; soon enough to be of use, and late enough not to be a burden.
-            Reason::Unavailable { .. } => Some(1_000_000),
+            Reason::Limited => {
+                let wait_us = |outcome: &Outcome| match outcome.verdict {
+                    Verdict::Full => Some(UNKNOWN_WAIT_US),
+                    _ => outcome.wait_us(),
+                };
+                self.outcomes.iter().filter_map(wait_us).max()
+            }
+            Reason::Unavailable { .. } => Some(UNKNOWN_WAIT_US),
+            Reason::Shed { retry_after, .. } => Some(retry_after.as_micros() as u64),
             Reason::TooCostly | Reason::NoKey { .. } | Reason::Faulty { .. } => None,
         }
     }
@@ -225,6 +263,9 @@ impl fmt::Display for Rejection {
             Reason::Unavailable { policy } => {
                 write!(f, "policy `{policy}` could not be asked, and lets nothing pass then")
             }
+            Reason::Shed { shedder, priority, retry_after } => {
+                write!(f, "shed by `{shedder}` at priority {priority}; retry after {retry_after:?}")
+            }
         }
     }
 }
@@ -236,7 +277,8 @@ impl error::Error for Rejection {
             Reason::Limited
             | Reason::TooCostly
             | Reason::Faulty { .. }
-            | Reason::Unavailable { .. } => None,
+            | Reason::Unavailable { .. }
+            | Reason::Shed { .. } => None,
         }
     }
 }
@@ -287,8 +329,8 @@ impl Outcome {
         matches!(self.verdict, Verdict::Admitted)
     }
 
-    /// After how long this policy would have room for the request. `None` if it had room, or never
-    /// will.
+    /// After how long this policy would have room for the request. `None` if it had room, never will, or
+    /// if nobody knows, as with slots.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         self.wait_us().map(Duration::from_micros)
@@ -297,16 +339,26 @@ impl Outcome {
     fn wait_us(&self) -> Option<u64> {
         match self.verdict {
             Verdict::Wait(wait) => Some(wait),
-            Verdict::Admitted | Verdict::Never => None,
+            Verdict::Admitted | Verdict::Full | Verdict::Never => None,
         }
+    }
+
+    /// Whether this policy limits how many requests are in flight, rather than how many come over time.
+    /// [`limit`](Self::limit), [`remaining`](Self::remaining) and [`cost`](Self::cost) are in slots then.
+    #[must_use]
+    pub const fn is_concurrency(&self) -> bool {
+        self.quota.is_of_slots()
     }
 
     /// Orders outcomes from the loosest to the tightest: any rejection before any admission, the
     /// longer wait before the shorter, then fewer such requests left, then the later reset.
     fn tightness(&self) -> (u64, u64, u64) {
         let wait = match self.verdict {
+            // What is held comes back by itself, so requests one after the other never run out of it.
+            Verdict::Admitted if self.is_concurrency() => return (0, 0, 0),
             Verdict::Admitted => 0,
             Verdict::Wait(wait) => wait,
+            Verdict::Full => UNKNOWN_WAIT_US,
             Verdict::Never => u64::MAX,
         };
         let requests_left = self.remaining / self.cost.max(1);

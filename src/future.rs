@@ -1,10 +1,10 @@
 //! The futures of limited services: deciding, waiting for their turn, running, or rejected.
 
-#[cfg(feature = "redis")]
-use crate::limiter::Deciding;
 use crate::{
     body::ResponseBody,
+    concurrency::Permit,
     decision::{Decision, Rejection},
+    limiter::{Admitted, Deciding},
     protocol::{CallError, HttpLimits},
     reply::Annotation,
     turn::Turn,
@@ -29,7 +29,6 @@ pub(crate) enum Note {
     #[default]
     Nothing,
     Decided(Annotation, Arc<HttpLimits>),
-    #[cfg(feature = "redis")]
     Undecided(Arc<HttpLimits>),
 }
 
@@ -65,27 +64,28 @@ pin_project! {
         // Few requests ever wait, so the many that don't should not carry the room for it. Those whose
         // state is elsewhere wait for their decision, too.
         Waiting { waiting: Option<Box<Waiting<S, Req>>> },
-        Running { #[pin] future: S::Future },
+        // What the request holds goes after the future does.
+        Running { #[pin] future: S::Future, permit: Option<Permit> },
         Rejected { answer: Option<Answer> },
     }
 }
 
 /// A request that waits for its decision or its turn, with the service that is ready for it.
 struct Waiting<S, Req> {
-    #[cfg(feature = "redis")]
     deciding: Option<Deciding>,
     turn: Option<Box<Turn>>,
+    permit: Option<Permit>,
     service: S,
     request: Req,
 }
 
 /// A decision that was waited for, and its request.
-#[cfg(feature = "redis")]
-type Decided<'a, Req> = Result<(Decision, &'a mut Req), (Rejection, Req)>;
+type Decided<'a, Req> = Result<(Decision, Option<&'a Permit>, &'a mut Req), (Rejection, Req)>;
 
 /// What a state comes to.
 enum Outcome<T, Answer> {
-    Ran(T),
+    /// With what the request still holds.
+    Ran(T, Option<Permit>),
     Rejected(Answer),
 }
 
@@ -94,9 +94,10 @@ impl Note {
     pub(crate) fn of(
         limits: &Arc<HttpLimits>,
         decision: Decision,
+        permit: Option<&Permit>,
         extensions: &mut Extensions,
     ) -> Self {
-        match limits.admit(decision, extensions) {
+        match limits.admit(decision, permit, extensions) {
             Some(annotation) => Self::Decided(annotation, limits.clone()),
             None => Self::Nothing,
         }
@@ -107,26 +108,19 @@ impl<S, Req, Answer> State<S, Req, Answer>
 where
     S: Service<Req>,
 {
-    fn waiting(turn: Box<Turn>, service: S, request: Req) -> Self {
-        let waiting = Waiting {
-            #[cfg(feature = "redis")]
-            deciding: None,
-            turn: Some(turn),
-            service,
-            request,
-        };
+    fn waiting(turn: Box<Turn>, service: S, request: Req, permit: Option<Permit>) -> Self {
+        let waiting = Waiting { deciding: None, turn: Some(turn), permit, service, request };
         Self::Waiting { waiting: Some(Box::new(waiting)) }
     }
 
-    #[cfg(feature = "redis")]
     fn deciding(deciding: Deciding, service: S, request: Req) -> Self {
-        let waiting = Waiting { deciding: Some(deciding), turn: None, service, request };
+        let deciding = Some(deciding);
+        let waiting = Waiting { deciding, turn: None, permit: None, service, request };
         Self::Waiting { waiting: Some(Box::new(waiting)) }
     }
 
     /// Waits for the decision, if there is one to wait for. The request goes along, for those who have
     /// to tell it.
-    #[cfg(feature = "redis")]
     fn poll_decision(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Decided<'_, Req>>> {
         let StateProj::Waiting { waiting } = self.project() else {
             return Poll::Ready(None);
@@ -136,9 +130,9 @@ where
         };
         let admitted = ready!(deciding.as_mut().poll(cx));
         Poll::Ready(match admitted {
-            Ok((decision, turn)) => waiting.as_mut().map(|held| {
-                (held.deciding, held.turn) = (None, turn);
-                Ok((decision, &mut held.request))
+            Ok(Admitted { decision, turn, permit }) => waiting.as_mut().map(|held| {
+                (held.deciding, held.turn, held.permit) = (None, turn, permit);
+                Ok((decision, held.permit.as_ref(), &mut held.request))
             }),
             // The service goes at once: what readiness reserved is for others now.
             Err(rejection) => waiting.take().map(|held| Err((rejection, held.request))),
@@ -150,22 +144,26 @@ where
         cx: &mut Context<'_>,
     ) -> Poll<Outcome<<S::Future as Future>::Output, Answer>> {
         loop {
-            let future = match self.as_mut().project() {
+            let (future, permit) = match self.as_mut().project() {
                 StateProj::Waiting { waiting } => {
                     let held = waiting.as_mut().expect(POLLED_AGAIN);
                     if let Some(turn) = &mut held.turn {
                         ready!(Pin::new(turn).poll(cx));
                     }
-                    let Waiting { mut service, request, .. } = *waiting.take().expect(POLLED_AGAIN);
-                    service.call(request)
+                    let waiting = *waiting.take().expect(POLLED_AGAIN);
+                    let Waiting { mut service, request, permit, .. } = waiting;
+                    (service.call(request), permit)
                 }
-                StateProj::Running { future } => return future.poll(cx).map(Outcome::Ran),
+                StateProj::Running { future, permit } => {
+                    let result = ready!(future.poll(cx));
+                    return Poll::Ready(Outcome::Ran(result, permit.take()));
+                }
                 StateProj::Rejected { answer } => {
                     let answer = answer.take().expect(POLLED_AGAIN);
                     return Poll::Ready(Outcome::Rejected(answer));
                 }
             };
-            self.set(Self::Running { future });
+            self.set(Self::Running { future, permit });
         }
     }
 }
@@ -177,8 +175,8 @@ impl<S, B> ResponseFuture<S, B>
 where
     S: Service<Request<B>>,
 {
-    pub(crate) const fn running(future: S::Future, note: Note) -> Self {
-        Self { state: State::Running { future }, note }
+    pub(crate) const fn running(future: S::Future, permit: Option<Permit>, note: Note) -> Self {
+        Self { state: State::Running { future, permit }, note }
     }
 
     pub(crate) const fn rejected(response: Response<Bytes>) -> Self {
@@ -186,11 +184,16 @@ where
         Self { state, note: Note::Nothing }
     }
 
-    pub(crate) fn waiting(turn: Box<Turn>, service: S, request: Request<B>, note: Note) -> Self {
-        Self { state: State::waiting(turn, service, request), note }
+    pub(crate) fn waiting(
+        turn: Box<Turn>,
+        service: S,
+        request: Request<B>,
+        permit: Option<Permit>,
+        note: Note,
+    ) -> Self {
+        Self { state: State::waiting(turn, service, request, permit), note }
     }
 
-    #[cfg(feature = "redis")]
     pub(crate) fn deciding(
         deciding: Deciding,
         service: S,
@@ -210,9 +213,7 @@ where
     type Output = Result<Response<ResponseBody<C>>, S::Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        #[cfg_attr(not(feature = "redis"), expect(unused_mut, reason = "polled once"))]
         let mut this = self.project();
-        #[cfg(feature = "redis")]
         match ready!(this.state.as_mut().poll_decision(cx)) {
             None => {}
             Some(decided) => {
@@ -220,8 +221,8 @@ where
                     unreachable!("undecided")
                 };
                 match decided {
-                    Ok((decision, request)) => {
-                        *this.note = Note::of(&limits, decision, request.extensions_mut());
+                    Ok((decision, permit, request)) => {
+                        *this.note = Note::of(&limits, decision, permit, request.extensions_mut());
                     }
                     Err((rejection, request)) => {
                         let (parts, _) = request.into_parts();
@@ -232,7 +233,9 @@ where
             }
         }
         let mut response = match ready!(this.state.poll(cx)) {
-            Outcome::Ran(response) => response?.map(ResponseBody::inner),
+            Outcome::Ran(response, permit) => {
+                response?.map(|body| ResponseBody::inner(body, permit))
+            }
             Outcome::Rejected(response) => response.map(ResponseBody::reply),
         };
         if let Note::Decided(annotation, limits) = mem::take(this.note) {
@@ -247,19 +250,23 @@ impl<S, Req> CallFuture<S, Req>
 where
     S: Service<Req>,
 {
-    pub(crate) const fn running(future: S::Future) -> Self {
-        Self { state: State::Running { future } }
+    pub(crate) const fn running(future: S::Future, permit: Option<Permit>) -> Self {
+        Self { state: State::Running { future, permit } }
     }
 
     pub(crate) const fn rejected(rejection: Rejection) -> Self {
         Self { state: State::Rejected { answer: Some(rejection) } }
     }
 
-    pub(crate) fn waiting(turn: Box<Turn>, service: S, request: Req) -> Self {
-        Self { state: State::waiting(turn, service, request) }
+    pub(crate) fn waiting(
+        turn: Box<Turn>,
+        service: S,
+        request: Req,
+        permit: Option<Permit>,
+    ) -> Self {
+        Self { state: State::waiting(turn, service, request, permit) }
     }
 
-    #[cfg(feature = "redis")]
     pub(crate) fn deciding(deciding: Deciding, service: S, request: Req) -> Self {
         Self { state: State::deciding(deciding, service, request) }
     }
@@ -272,14 +279,12 @@ where
     type Output = Result<S::Response, CallError<S::Error>>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        #[cfg_attr(not(feature = "redis"), expect(unused_mut, reason = "polled once"))]
         let mut state = self.project().state;
-        #[cfg(feature = "redis")]
         if let Some(Err((rejection, _))) = ready!(state.as_mut().poll_decision(cx)) {
             return Poll::Ready(Err(CallError::Rejected(Box::new(rejection))));
         }
         Poll::Ready(match ready!(state.poll(cx)) {
-            Outcome::Ran(result) => result.map_err(CallError::Inner),
+            Outcome::Ran(result, _permit) => result.map_err(CallError::Inner),
             Outcome::Rejected(rejection) => Err(CallError::Rejected(Box::new(rejection))),
         })
     }

@@ -17,8 +17,11 @@ pub struct RateLimitInterceptor {
 
 impl RateLimitInterceptor {
     pub(crate) fn new(limits: Arc<HttpLimits>) -> Result<Self, BuildError> {
-        if limits.limiter.is_asynchronous() {
+        if limits.limiter.asks_elsewhere() {
             return Err(BuildError::CannotAsk);
+        }
+        if let Some(policy) = limits.limiter.holder() {
+            return Err(BuildError::CannotHold { policy: policy.to_owned() });
         }
         match limits.limiter.stack().shaper() {
             Some(policy) => Err(BuildError::CannotWait { policy: policy.to_owned() }),

@@ -7,7 +7,7 @@ use crate::{
     limiter::{Limiter, LimiterBuilder},
     policy::{Policy, stack::BuildError},
     protocol::{Calls, Http, HttpLimits, Options, Protocol},
-    reply::{GrpcCode, Headers, Responder},
+    reply::{GrpcCode, GrpcCodes, Headers, Responder},
     service::RateLimit,
 };
 use bytes::Bytes;
@@ -80,7 +80,7 @@ impl RateLimitLayer {
             limiter: Limiter::builder(),
             options: Options {
                 headers: Headers::default(),
-                grpc_code: GrpcCode::default(),
+                grpc_codes: GrpcCodes::default(),
                 on_rejection: None,
                 skip_preflight: false,
                 expose_decision: true,
@@ -209,7 +209,14 @@ impl RateLimitLayerBuilder {
     /// The gRPC status of calls that are over a limit. Default: 8, `RESOURCE_EXHAUSTED`.
     #[must_use]
     pub fn grpc_code(mut self, code: GrpcCode) -> Self {
-        self.options.grpc_code = code;
+        self.options.grpc_codes.limited = code;
+        self
+    }
+
+    /// The gRPC status of calls that are turned away to shed load. Default: 14, `UNAVAILABLE`.
+    #[must_use]
+    pub fn grpc_shed_code(mut self, code: GrpcCode) -> Self {
+        self.options.grpc_codes.shed = code;
         self
     }
 
@@ -254,8 +261,9 @@ impl RateLimitLayerBuilder {
     }
 
     /// Puts the [`Decision`](crate::Decision) into the extensions of admitted requests, for
-    /// handlers. With several layers around each other, the innermost one's is there. It costs an
-    /// allocation or two. Default: yes.
+    /// handlers, and the [`HeldPermits`](crate::concurrency::HeldPermits) if they hold any. With several
+    /// layers around each other, the decision is the innermost one's. It costs an allocation or two.
+    /// Default: yes.
     #[must_use]
     pub fn expose_decision(mut self, expose: bool) -> Self {
         self.options.expose_decision = expose;
@@ -269,8 +277,8 @@ impl RateLimitLayerBuilder {
     /// [`BuildError`] says which policy cannot be, and why.
     pub fn build(self) -> Result<RateLimitLayer, BuildError> {
         let limiter = self.limiter.build()?;
-        let Options { headers, grpc_code, .. } = &self.options;
-        let responder = Responder::new(headers.clone(), *grpc_code, limiter.stack().allotments());
+        let Options { headers, grpc_codes, .. } = &self.options;
+        let responder = Responder::new(headers.clone(), *grpc_codes, limiter.stack().allotments());
         let shared = HttpLimits { limiter, options: self.options, responder };
         Ok(RateLimitLayer { shared: Arc::new(shared) })
     }

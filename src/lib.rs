@@ -97,6 +97,7 @@
 mod algorithm;
 mod body;
 mod clock;
+pub mod concurrency;
 mod decision;
 mod future;
 #[cfg(feature = "tonic")]
@@ -105,6 +106,7 @@ pub mod key;
 mod layer;
 mod limiter;
 mod policy;
+mod priority;
 mod protocol;
 mod quota;
 #[cfg(feature = "redis")]
@@ -132,6 +134,7 @@ pub use limiter::{Limiter, LimiterBuilder};
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 pub use policy::FailureMode;
 pub use policy::{Policy, stack::BuildError};
+pub use priority::{ByMethod, Classify, Priority};
 pub use protocol::{CallError, Calls, Http, Protocol};
 pub use quota::{Period, Quota, QuotaError};
 pub use service::RateLimit;

@@ -1,9 +1,10 @@
 //! What kinds of service can be limited, and what all services of a layer share.
 
 use crate::{
+    concurrency::{HeldPermits, Permit},
     decision::{Decision, Rejection},
     limiter::Limiter,
-    reply::{Annotation, GrpcCode, Headers, Responder},
+    reply::{Annotation, GrpcCodes, Headers, Responder},
 };
 use bytes::Bytes;
 use http::{Extensions, HeaderMap, Method, Response, header, request::Parts};
@@ -52,7 +53,7 @@ pub struct HttpLimits {
 /// What to do with HTTP requests besides limiting them.
 pub(crate) struct Options {
     pub(crate) headers: Headers,
-    pub(crate) grpc_code: GrpcCode,
+    pub(crate) grpc_codes: GrpcCodes,
     pub(crate) on_rejection: Option<OnRejection>,
     pub(crate) skip_preflight: bool,
     pub(crate) expose_decision: bool,
@@ -79,11 +80,15 @@ impl HttpLimits {
     pub(crate) fn admit(
         &self,
         decision: Decision,
+        permit: Option<&Permit>,
         extensions: &mut Extensions,
     ) -> Option<Annotation> {
         let annotation = self.responder.annotation(&decision);
         if self.options.expose_decision {
             extensions.insert(decision);
+            if let Some(permit) = permit {
+                extensions.get_or_insert_default::<HeldPermits>().add(permit);
+            }
         }
         annotation
     }

@@ -1,11 +1,11 @@
 //! The service: reads the head of a request, decides, and calls the inner service or turns away.
 
-#[cfg(feature = "redis")]
-use crate::store::Mode;
 use crate::{
     body::ResponseBody,
     future::{CallFuture, Note, ResponseFuture},
+    limiter::Extras,
     protocol::{CallError, Calls, Http, Protocol},
+    store::Mode,
 };
 use http::{Request, Response};
 use http_body::Body;
@@ -70,31 +70,33 @@ where
         let (mut parts, body) = request.into_parts();
         let limits = &self.shared;
         if limits.skips(&parts) {
-            return ResponseFuture::running(
-                self.inner.call(Request::from_parts(parts, body)),
-                Note::Nothing,
-            );
+            let call = self.inner.call(Request::from_parts(parts, body));
+            return ResponseFuture::running(call, None, Note::Nothing);
         }
-        #[cfg(feature = "redis")]
         if let Some(deciding) = limits.limiter.ask(&parts, Mode::Charge, true) {
             let (limits, request) = (limits.clone(), Request::from_parts(parts, body));
             return ResponseFuture::deciding(deciding, self.take_ready(), request, limits);
         }
-        let mut turn = None;
-        let decision = match limits.limiter.admit(&parts, &mut turn) {
+        let mut extras = Extras::default();
+        let decision = match limits.limiter.admit(&parts, &mut extras) {
             Ok(decision) => decision,
             Err(rejection) => {
+                if let Some(deciding) = extras.deciding {
+                    let (limits, request) = (limits.clone(), Request::from_parts(parts, body));
+                    return ResponseFuture::deciding(deciding, self.take_ready(), request, limits);
+                }
                 let response = limits.reject(rejection, &parts);
                 // What readiness reserved is for others now.
                 drop(self.take_ready());
                 return ResponseFuture::rejected(response);
             }
         };
-        let note = Note::of(limits, decision, &mut parts.extensions);
+        let Extras { turn, permit, .. } = extras;
+        let note = Note::of(limits, decision, permit.as_ref(), &mut parts.extensions);
         let request = Request::from_parts(parts, body);
         match turn {
-            None => ResponseFuture::running(self.inner.call(request), note),
-            Some(turn) => ResponseFuture::waiting(turn, self.take_ready(), request, note),
+            None => ResponseFuture::running(self.inner.call(request), permit, note),
+            Some(turn) => ResponseFuture::waiting(turn, self.take_ready(), request, permit, note),
         }
     }
 }
@@ -113,18 +115,21 @@ where
     }
 
     fn call(&mut self, request: Req) -> CallFuture<S, Req> {
-        #[cfg(feature = "redis")]
         if let Some(deciding) = self.shared.ask(&request, Mode::Charge, true) {
             return CallFuture::deciding(deciding, self.take_ready(), request);
         }
-        let mut turn = None;
-        if let Err(rejection) = self.shared.admit(&request, &mut turn) {
-            drop(self.take_ready());
-            return CallFuture::rejected(rejection);
+        let mut extras = Extras::default();
+        if let Err(rejection) = self.shared.admit(&request, &mut extras) {
+            let ready = self.take_ready();
+            return match extras.deciding {
+                Some(deciding) => CallFuture::deciding(deciding, ready, request),
+                None => CallFuture::rejected(rejection),
+            };
         }
+        let Extras { turn, permit, .. } = extras;
         match turn {
-            None => CallFuture::running(self.inner.call(request)),
-            Some(turn) => CallFuture::waiting(turn, self.take_ready(), request),
+            None => CallFuture::running(self.inner.call(request), permit),
+            Some(turn) => CallFuture::waiting(turn, self.take_ready(), request, permit),
         }
     }
 }

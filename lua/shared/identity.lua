@@ -16,7 +16,8 @@ do
   local function define(index)
     if index == 1 then return define_meter() end
     if index == 2 then return define_fixed_window() end
-    return index == 3 and define_sliding_window() or define_sliding_log()
+    if index == 3 then return define_sliding_window() end
+    return index == 4 and define_sliding_log() or define_leases()
   end
   local packed, kinds, at = ARGV[1], {}, 1
   while at <= #packed do
@@ -131,8 +132,9 @@ local function define_apart()
   return { read_all = read_all, take = take }
 end
 
--- Brings the state of a rule's policy for an identity to the present.
+-- Brings the state of a rule's policy for an identity to the present. Leases have no record.
 local function settle(key, rule, ring)
+  if rule.load then return rule:load(key, ring) end
   local value = values[key]
   if not rule.twins then
     if not value then return rule.kind.start(rule, key, ring) end

@@ -4,6 +4,7 @@ pub(crate) mod stack;
 
 use crate::{
     algorithm::Anchor,
+    concurrency::Limit,
     key::{FindKey, Key, KeyExtractor, MissingKey},
     quota::Quota,
     store::Kind,
@@ -51,14 +52,14 @@ use std::{borrow::Cow, collections::HashSet, fmt, sync::Arc, time::Duration};
 /// used still used.
 pub struct Policy<R: ?Sized = Parts> {
     pub(crate) name: Cow<'static, str>,
-    pub(crate) kind: Kind,
-    pub(crate) quota: Quota,
+    pub(crate) counts: Counts,
     pub(crate) key: Option<Arc<dyn FindKey<R>>>,
     pub(crate) missing_key: MissingKey,
     pub(crate) conditions: Vec<Condition<R>>,
     pub(crate) exempt: HashSet<Key>,
     pub(crate) cost: Cost<R>,
     pub(crate) quota_for: Option<QuotaFor<R>>,
+    pub(crate) limit_for: Option<LimitFor<R>>,
     #[cfg(feature = "redis")]
     pub(crate) failure_mode: FailureMode,
     /// An option that the algorithm does not have.
@@ -67,6 +68,7 @@ pub struct Policy<R: ?Sized = Parts> {
 
 pub(crate) type Condition<R> = Box<dyn Fn(&R) -> bool + Send + Sync>;
 pub(crate) type QuotaFor<R> = Box<dyn Fn(&R) -> Option<Quota> + Send + Sync>;
+pub(crate) type LimitFor<R> = Box<dyn Fn(&R) -> Option<u32> + Send + Sync>;
 
 /// What a policy answers when the store that counts for it is down, late or full.
 #[cfg(feature = "redis")]
@@ -84,6 +86,25 @@ pub enum FailureMode {
     Closed,
 }
 
+/// What a policy counts.
+#[derive(Clone, Debug)]
+pub(crate) enum Counts {
+    /// Requests over time.
+    Rate(Kind, Quota),
+    /// Requests in flight.
+    InFlight(InFlight),
+}
+
+/// How many requests may be in flight.
+#[derive(Clone, Debug)]
+pub(crate) struct InFlight {
+    pub(crate) limit: Limit,
+    /// How many more may wait, and for how long.
+    pub(crate) queue: Option<(usize, Duration)>,
+    /// Whether each instance has slots of its own.
+    pub(crate) per_instance: bool,
+}
+
 /// What a request costs.
 pub(crate) enum Cost<R: ?Sized> {
     One,
@@ -95,7 +116,7 @@ impl<R: ?Sized> Policy<R> {
     /// idle caller can spend a whole burst at once. A new key has a full bucket.
     #[must_use]
     pub fn token_bucket(name: impl Into<Cow<'static, str>>, quota: Quota) -> Self {
-        Self::new(name, Kind::TokenBucket, quota)
+        Self::rate(name, Kind::TokenBucket, quota)
     }
 
     /// Requests fill a bucket that leaks at a steady rate; one that would make it overflow is
@@ -103,7 +124,7 @@ impl<R: ?Sized> Policy<R> {
     /// instead, first come first served.
     #[must_use]
     pub fn leaky_bucket(name: impl Into<Cow<'static, str>>, quota: Quota) -> Self {
-        Self::new(name, Kind::LeakyBucket(Duration::ZERO), quota)
+        Self::rate(name, Kind::LeakyBucket(Duration::ZERO), quota)
     }
 
     /// Counts from zero in each window. Windows begin at whole multiples of the period since the
@@ -111,33 +132,47 @@ impl<R: ?Sized> Policy<R> {
     /// request](Self::from_first_hit).
     #[must_use]
     pub fn fixed_window(name: impl Into<Cow<'static, str>>, quota: Quota) -> Self {
-        Self::new(name, Kind::FixedWindow(Anchor::Epoch), quota)
+        Self::rate(name, Kind::FixedWindow(Anchor::Epoch), quota)
     }
 
     /// Counts this window and weights the last one by how much of it still lies within a period of
     /// now. A good approximation of the sliding log for the memory of three numbers.
     #[must_use]
     pub fn sliding_window(name: impl Into<Cow<'static, str>>, quota: Quota) -> Self {
-        Self::new(name, Kind::SlidingWindow, quota)
+        Self::rate(name, Kind::SlidingWindow, quota)
     }
 
     /// Remembers when each unit was spent: exact, for 8 bytes a unit. For limits up to 100,000.
     #[must_use]
     pub fn sliding_log(name: impl Into<Cow<'static, str>>, quota: Quota) -> Self {
-        Self::new(name, Kind::SlidingLog, quota)
+        Self::rate(name, Kind::SlidingLog, quota)
     }
 
-    fn new(name: impl Into<Cow<'static, str>>, kind: Kind, quota: Quota) -> Self {
+    /// A key may have so many requests in flight at the same time, whatever their rate: each holds a slot
+    /// until its response body has ended. See [`concurrency`](crate::concurrency).
+    ///
+    /// The limit is a number or, found by latency, [`Adaptive`](crate::concurrency::Adaptive).
+    #[must_use]
+    pub fn concurrency(name: impl Into<Cow<'static, str>>, limit: impl Into<Limit>) -> Self {
+        let limit = limit.into();
+        Self::new(name, Counts::InFlight(InFlight { limit, queue: None, per_instance: false }))
+    }
+
+    fn rate(name: impl Into<Cow<'static, str>>, kind: Kind, quota: Quota) -> Self {
+        Self::new(name, Counts::Rate(kind, quota))
+    }
+
+    fn new(name: impl Into<Cow<'static, str>>, counts: Counts) -> Self {
         Self {
             name: name.into(),
-            kind,
-            quota,
+            counts,
             key: None,
             missing_key: MissingKey::default(),
             conditions: Vec::new(),
             exempt: HashSet::new(),
             cost: Cost::One,
             quota_for: None,
+            limit_for: None,
             #[cfg(feature = "redis")]
             failure_mode: FailureMode::default(),
             misplaced: None,
@@ -148,8 +183,8 @@ impl<R: ?Sized> Policy<R> {
     /// length only.
     #[must_use]
     pub fn from_first_hit(mut self) -> Self {
-        match &mut self.kind {
-            Kind::FixedWindow(anchor) => *anchor = Anchor::FirstHit,
+        match &mut self.counts {
+            Counts::Rate(Kind::FixedWindow(anchor), _) => *anchor = Anchor::FirstHit,
             _ => self.misplaced = Some("from_first_hit"),
         }
         self
@@ -166,9 +201,47 @@ impl<R: ?Sized> Policy<R> {
     /// without standing in line, and after a `reset` newcomers do not wait for those in line.
     #[must_use]
     pub fn max_delay(mut self, max_delay: Duration) -> Self {
-        match &mut self.kind {
-            Kind::LeakyBucket(delay) => *delay = max_delay,
+        match &mut self.counts {
+            Counts::Rate(Kind::LeakyBucket(delay), _) => *delay = max_delay,
             _ => self.misplaced = Some("max_delay"),
+        }
+        self
+    }
+
+    /// Lets up to so many more requests of a key wait for a slot, for up to so long, first come first
+    /// served. For concurrency limits only. Default: none waits.
+    ///
+    /// Whoever gives up while waiting gives up its place. With slots in Redis, the order is that of each
+    /// instance.
+    #[must_use]
+    pub fn queue(mut self, requests: usize, max_wait: Duration) -> Self {
+        match &mut self.counts {
+            Counts::InFlight(in_flight) => {
+                in_flight.queue = (requests > 0).then_some((requests, max_wait));
+            }
+            Counts::Rate(..) => self.misplaced = Some("queue"),
+        }
+        self
+    }
+
+    /// Each instance has slots of its own, even if the stack's state is in Redis. For concurrency limits
+    /// only. Default: an [`Adaptive`](crate::concurrency::Adaptive) limit is per instance, a number is for the fleet.
+    #[must_use]
+    pub fn per_instance(mut self) -> Self {
+        match &mut self.counts {
+            Counts::InFlight(in_flight) => in_flight.per_instance = true,
+            Counts::Rate(..) => self.misplaced = Some("per_instance"),
+        }
+        self
+    }
+
+    /// Looks the limit up for each request, such as that of the caller's plan. `None` is the limit that the
+    /// policy was made with; 0 turns the request away for good. For concurrency limits only.
+    #[must_use]
+    pub fn limit_for(mut self, limit: impl Fn(&R) -> Option<u32> + Send + Sync + 'static) -> Self {
+        match self.counts {
+            Counts::InFlight(_) => self.limit_for = Some(Box::new(limit)),
+            Counts::Rate(..) => self.misplaced = Some("limit_for"),
         }
         self
     }
@@ -204,8 +277,8 @@ impl<R: ?Sized> Policy<R> {
         self
     }
 
-    /// What a request costs, in units of the quota. 0 is free; more than the quota's capacity can
-    /// never be admitted. Default: 1.
+    /// What a request costs, in units of the quota, or in slots. 0 is free; more than the quota's
+    /// capacity can never be admitted. Default: 1.
     #[must_use]
     pub fn cost(mut self, cost: impl Fn(&R) -> u64 + Send + Sync + 'static) -> Self {
         self.cost = Cost::Of(Box::new(cost));
@@ -238,7 +311,10 @@ impl<R: ?Sized> Policy<R> {
         mut self,
         quota: impl Fn(&R) -> Option<Quota> + Send + Sync + 'static,
     ) -> Self {
-        self.quota_for = Some(Box::new(quota));
+        match self.counts {
+            Counts::Rate(..) => self.quota_for = Some(Box::new(quota)),
+            Counts::InFlight(_) => self.misplaced = Some("quota_for"),
+        }
         self
     }
 }
@@ -247,8 +323,7 @@ impl<R: ?Sized> fmt::Debug for Policy<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Policy")
             .field("name", &self.name)
-            .field("kind", &self.kind)
-            .field("quota", &self.quota)
+            .field("counts", &self.counts)
             .finish_non_exhaustive()
     }
 }

@@ -2,8 +2,9 @@
 
 #[cfg(feature = "redis")]
 use super::FailureMode;
-use super::{Condition, Cost, Policy, QuotaFor};
+use super::{Condition, Cost, Counts, InFlight, LimitFor, Policy, QuotaFor};
 use crate::{
+    concurrency::{Limit, Slot, SlotPlan},
     decision::{Allotment, Outcome, Outcomes, Reason},
     key::{FindKey, Fingerprint, Key, KeyError, MissingKey, Secret},
     quota::{Quota, QuotaError},
@@ -23,27 +24,45 @@ pub(crate) struct Stack<R: ?Sized> {
     entries: Vec<Entry<R>>,
     /// The distinct key extractors, each with the indices of the policies that count by it.
     spaces: Vec<Space<R>>,
+    /// The names of the policies that limit concurrency.
+    slot_names: Vec<&'static str>,
+    /// Whether outcomes may come in another order than that of the stack.
+    is_shuffled: bool,
     secret: Secret,
 }
 
 /// A policy that was found to be in order.
 struct Entry<R: ?Sized> {
     name: &'static str,
-    kind: Kind,
-    quota: Quota,
-    rule: Rule,
+    limit: EntryLimit,
     missing_key: MissingKey,
     /// How it is not for all requests alike; `None` where everybody is charged one.
     terms: Option<Box<Terms<R>>>,
-    /// What a request is charged but for the terms, and with nobody's fingerprint.
-    charge: Charge,
-    /// What the rule gives out.
+    /// What it gives out.
     allotment: Allotment,
     #[cfg(feature = "redis")]
     failure_mode: FailureMode,
     /// How many instances share the quota, if the state is elsewhere.
     #[cfg(feature = "redis")]
     instances: Option<u32>,
+}
+
+enum EntryLimit {
+    /// Of requests over time.
+    Rate {
+        kind: Kind,
+        quota: Quota,
+        rule: Rule,
+        /// What a request is charged but for the terms, and with nobody's fingerprint.
+        charge: Charge,
+    },
+    /// Of requests in flight.
+    InFlight {
+        limit: Limit,
+        queue: Option<(usize, Duration)>,
+        /// What a request takes, likewise.
+        slot: Slot,
+    },
 }
 
 /// What a policy makes of a request, beyond whom it counts.
@@ -53,6 +72,7 @@ struct Terms<R: ?Sized> {
     exempt: HashSet<Fingerprint>,
     cost: Cost<R>,
     quota_for: Option<QuotaFor<R>>,
+    limit_for: Option<LimitFor<R>>,
 }
 
 /// The keys of one extractor.
@@ -90,6 +110,11 @@ pub enum BuildError {
         /// Why.
         error: QuotaError,
     },
+    /// A policy lets nothing be in flight.
+    NoSlots {
+        /// The policy.
+        policy: String,
+    },
     /// A policy was given an option that its algorithm does not have.
     Misplaced {
         /// The policy.
@@ -99,6 +124,11 @@ pub enum BuildError {
     },
     /// A policy holds requests back, where nothing can wait.
     CannotWait {
+        /// The policy.
+        policy: String,
+    },
+    /// A policy limits how many requests are in flight, where nothing tells when they are over.
+    CannotHold {
         /// The policy.
         policy: String,
     },
@@ -123,6 +153,7 @@ impl<R: ?Sized + 'static> Stack<R> {
         let mut names = BTreeSet::new();
         let mut spaces: Vec<Space<R>> = Vec::new();
         let mut entries = Vec::with_capacity(policies.len());
+        let (mut rates, mut slot_names) = (0, Vec::new());
         for (index, policy) in policies.into_iter().enumerate() {
             let name = policy.name.clone().into_owned();
             check_name(&name)?;
@@ -132,13 +163,6 @@ impl<R: ?Sized + 'static> Stack<R> {
             if let Some(option) = policy.misplaced {
                 return Err(BuildError::Misplaced { policy: name, option });
             }
-            let rule = match Rule::new(policy.kind, &policy.quota) {
-                Ok(rule) => rule,
-                Err(error) => {
-                    return Err(BuildError::Quota { policy: name, error });
-                }
-            };
-            let rule = if policy.quota_for.is_some() { rule.varying() } else { rule };
             let Some(extractor) = policy.key.or_else(|| default_key.cloned()) else {
                 return Err(BuildError::NoKey { policy: name });
             };
@@ -148,55 +172,95 @@ impl<R: ?Sized + 'static> Stack<R> {
                 spaces.len() - 1
             });
             spaces[space].policies.push(index);
-            let name = intern(policy.name);
+            let interned = intern(policy.name);
+            let varies = policy.quota_for.is_some();
+            let limit = match policy.counts {
+                Counts::Rate(kind, quota) => {
+                    let rule = match Rule::new(kind, &quota) {
+                        Ok(rule) if varies => rule.varying(),
+                        Ok(rule) => rule,
+                        Err(error) => return Err(BuildError::Quota { policy: name, error }),
+                    };
+                    let (fingerprint, space) = (Fingerprint::NOBODY, space as u32);
+                    let charge = Charge { fingerprint, policy: rates, space, rule: 0 };
+                    rates += 1;
+                    EntryLimit::Rate { kind, quota, rule, charge }
+                }
+                Counts::InFlight(InFlight { limit, queue, per_instance }) => {
+                    if limit.now() == 0 {
+                        return Err(BuildError::NoSlots { policy: name });
+                    }
+                    let (fingerprint, policy) = (Fingerprint::NOBODY, slot_names.len() as u32);
+                    let slot = Slot { fingerprint, policy, limit: 0, cost: 1, per_instance };
+                    slot_names.push(interned);
+                    EntryLimit::InFlight { limit, queue, slot }
+                }
+            };
             let terms = Terms {
                 conditions: policy.conditions,
                 exempt: policy.exempt.iter().map(|key| secret.fingerprint(key)).collect(),
                 cost: policy.cost,
                 quota_for: policy.quota_for,
+                limit_for: policy.limit_for,
             };
             entries.push(Entry {
-                name,
-                kind: policy.kind,
-                quota: policy.quota,
-                rule,
+                name: interned,
+                allotment: limit.allotment(),
+                limit,
                 missing_key: policy.missing_key,
                 terms: (!terms.are_plain()).then(|| Box::new(terms)),
-                charge: Charge {
-                    fingerprint: Fingerprint::NOBODY,
-                    policy: index as u32,
-                    space: space as u32,
-                    rule: 0,
-                },
-                allotment: rule.allotment(),
                 #[cfg(feature = "redis")]
                 failure_mode: policy.failure_mode,
                 #[cfg(feature = "redis")]
                 instances: None,
             });
         }
-        Ok(Self { entries, spaces, secret })
+        let is_shuffled = spaces.len() > 1 || !slot_names.is_empty();
+        Ok(Self { entries, spaces, slot_names, is_shuffled, secret })
     }
 
     /// What a store in this process has to know of each policy.
     pub(crate) fn plans(&self) -> Vec<Plan> {
-        self.entries.iter().map(|entry| entry.plan(entry.rule)).collect()
+        self.entries.iter().filter_map(|entry| entry.plan(|_, rule| rule)).collect()
+    }
+
+    /// What has to be known of each policy that limits concurrency.
+    pub(crate) fn slot_plans(&self) -> impl Iterator<Item = SlotPlan> {
+        self.entries.iter().filter_map(|entry| match &entry.limit {
+            EntryLimit::InFlight { limit, queue, .. } => {
+                Some(SlotPlan { name: entry.name, limit: limit.clone(), queue: *queue })
+            }
+            EntryLimit::Rate { .. } => None,
+        })
     }
 
     /// The same for a store in this process that stands in for one that is shared by `instances`.
     #[cfg(feature = "redis")]
     pub(crate) fn shared_by(&mut self, instances: u32) -> Vec<Plan> {
         self.entries.iter_mut().for_each(|entry| entry.instances = Some(instances));
-        self.entries
-            .iter()
-            .map(|entry| entry.plan(entry.share_of(&entry.quota, entry.rule)))
-            .collect()
+        let share_of = |entry: &Entry<R>| {
+            let kind = entry.kind()?;
+            entry.plan(|quota, rule| entry.share_of(kind, quota, rule))
+        };
+        self.entries.iter().filter_map(share_of).collect()
     }
 
-    /// What a store that is elsewhere has to know of each policy.
+    /// What a store that is elsewhere has to know of each policy that limits rates.
     #[cfg(feature = "redis")]
     pub(crate) fn remote_plans(&self) -> impl Iterator<Item = (&'static str, Rule, FailureMode)> {
-        self.entries.iter().map(|entry| (entry.name, entry.rule, entry.failure_mode))
+        self.entries.iter().filter_map(|entry| match &entry.limit {
+            EntryLimit::Rate { rule, .. } => Some((entry.name, *rule, entry.failure_mode)),
+            EntryLimit::InFlight { .. } => None,
+        })
+    }
+
+    /// The same of each that limits concurrency.
+    #[cfg(feature = "redis")]
+    pub(crate) fn remote_slots(&self) -> impl Iterator<Item = (&'static str, FailureMode)> {
+        self.entries.iter().filter_map(|entry| match &entry.limit {
+            EntryLimit::InFlight { .. } => Some((entry.name, entry.failure_mode)),
+            EntryLimit::Rate { .. } => None,
+        })
     }
 
     /// The names of the policies, with what each gives out, in order.
@@ -215,7 +279,7 @@ impl<R: ?Sized + 'static> Stack<R> {
 
     /// The first policy that may hold requests back.
     pub(crate) fn shaper(&self) -> Option<&'static str> {
-        let shapes = |entry: &&Entry<R>| matches!(entry.kind, Kind::LeakyBucket(delay) if delay > Duration::ZERO);
+        let shapes = |entry: &&Entry<R>| matches!(entry.kind(), Some(Kind::LeakyBucket(delay)) if delay > Duration::ZERO);
         self.entries.iter().find(shapes).map(|entry| entry.name)
     }
 
@@ -264,16 +328,37 @@ impl<R: ?Sized + 'static> Stack<R> {
                 let Some(fingerprint) = counted else {
                     continue;
                 };
-                match terms {
-                    None => {
-                        bill.charges.push(Charge { fingerprint, ..entry.charge });
+                match (&entry.limit, terms) {
+                    (EntryLimit::Rate { charge, .. }, None) => {
+                        bill.charges.push(Charge { fingerprint, ..*charge });
                         outcomes.push(Outcome::open(entry.name, entry.allotment, 1));
                     }
-                    Some(terms) => entry.charge_on(terms, request, fingerprint, bill, outcomes)?,
+                    (EntryLimit::InFlight { limit, slot, .. }, None) => {
+                        bill.slots.push(Slot { fingerprint, limit: limit.now(), ..*slot });
+                    }
+                    (_, Some(terms)) => {
+                        entry.charge_on(terms, request, fingerprint, bill, outcomes)?;
+                    }
                 }
             }
         }
+        if !bill.slots.is_empty() {
+            self.slot_outcomes(bill, outcomes);
+        }
         Ok(())
+    }
+
+    /// The outcomes of slots come behind those of charges. Slots of this process come first.
+    fn slot_outcomes(&self, bill: &mut Bill, outcomes: &mut Outcomes) {
+        bill.slots.sort_by_key(|slot| !slot.per_instance);
+        for slot in &bill.slots {
+            let quota = Allotment::of_slots(slot.limit);
+            outcomes.push(Outcome::open(self.slot_name(slot), quota, slot.cost));
+        }
+    }
+
+    fn slot_name(&self, slot: &Slot) -> &'static str {
+        self.slot_names[slot.policy as usize]
     }
 
     /// Who is counted by a policy for a request without a key, if anybody.
@@ -304,7 +389,7 @@ impl<R: ?Sized + 'static> Stack<R> {
     /// Puts the outcomes of a bill, which is in the order of the spaces, in that of the stack.
     #[inline]
     pub(crate) fn sort(&self, outcomes: &mut [Outcome]) {
-        if self.spaces.len() > 1 {
+        if self.is_shuffled {
             outcomes.sort_by_key(|outcome| self.position(outcome.policy));
         }
     }
@@ -329,28 +414,39 @@ impl<R: ?Sized> Entry<R> {
         if terms.exempt.contains(&fingerprint) {
             return Ok(());
         }
-        let mut charge = Charge { fingerprint, ..self.charge };
-        let mut allotment = self.allotment;
-        if let Some(quota) = terms.quota_for.as_ref().and_then(|quota_for| quota_for(request)) {
-            let rule = self.rule_for(&quota)?;
-            allotment = rule.allotment();
-            bill.rules.push(rule);
-            charge.rule = bill.rules.len() as u32;
-            #[cfg(feature = "redis")]
-            if self.instances.is_some() {
-                bill.rules.push(self.share_of(&quota, rule));
+        let cost = terms.cost(request);
+        match &self.limit {
+            EntryLimit::InFlight { limit, slot, .. } => {
+                let own = terms.limit_for.as_ref().and_then(|limit_for| limit_for(request));
+                let limit = own.map_or_else(|| limit.now(), u64::from);
+                bill.slots.push(Slot { fingerprint, limit, cost, ..*slot });
+            }
+            EntryLimit::Rate { kind, quota: usual, charge, .. } => {
+                let mut charge = Charge { fingerprint, ..*charge };
+                let mut allotment = self.allotment;
+                let quota_for = terms.quota_for.as_ref();
+                if let Some(quota) = quota_for.and_then(|quota_for| quota_for(request)) {
+                    let rule = self.rule_for(*kind, usual, &quota)?;
+                    allotment = rule.allotment();
+                    bill.rules.push(rule);
+                    charge.rule = bill.rules.len() as u32;
+                    #[cfg(feature = "redis")]
+                    if self.instances.is_some() {
+                        bill.rules.push(self.share_of(*kind, &quota, rule));
+                    }
+                }
+                bill.charges.push(charge);
+                outcomes.push(Outcome::open(self.name, allotment, cost));
             }
         }
-        bill.charges.push(charge);
-        outcomes.push(Outcome::open(self.name, allotment, terms.cost(request)));
         Ok(())
     }
 
     /// The rule of a quota that was looked up for a request.
-    fn rule_for(&self, quota: &Quota) -> Result<Rule, Box<Reason>> {
-        let error = match Rule::new(self.kind, quota) {
-            Ok(_) if self.counts_periods() && quota.period() != self.quota.period() => {
-                format!("its period has to be the policy's own, `{}`", self.quota.period())
+    fn rule_for(&self, kind: Kind, usual: &Quota, quota: &Quota) -> Result<Rule, Box<Reason>> {
+        let error = match Rule::new(kind, quota) {
+            Ok(_) if counts_periods(kind) && quota.period() != usual.period() => {
+                format!("its period has to be the policy's own, `{}`", usual.period())
             }
             Ok(rule) => return Ok(rule.varying()),
             Err(error) => error.to_string(),
@@ -364,33 +460,36 @@ impl<R: ?Sized> Entry<R> {
     /// The rule of this instance's share of a quota, or that of the quota where its part is too slow to be
     /// counted.
     #[cfg(feature = "redis")]
-    fn share_of(&self, quota: &Quota, rule: Rule) -> Rule {
-        match Rule::new(self.kind, &quota.share(self.instances.unwrap_or(1))) {
+    fn share_of(&self, kind: Kind, quota: &Quota, rule: Rule) -> Rule {
+        match Rule::new(kind, &quota.share(self.instances.unwrap_or(1))) {
             Ok(share) if self.varies() => share.varying(),
             Ok(share) => share,
             Err(_) => rule,
         }
     }
 
-    /// Whether what was counted over one period says nothing about another.
-    const fn counts_periods(&self) -> bool {
-        match self.kind {
-            Kind::TokenBucket | Kind::LeakyBucket(_) => false,
-            Kind::FixedWindow(_) | Kind::SlidingWindow | Kind::SlidingLog => true,
+    fn kind(&self) -> Option<Kind> {
+        match self.limit {
+            EntryLimit::Rate { kind, .. } => Some(kind),
+            EntryLimit::InFlight { .. } => None,
         }
     }
 
-    fn plan(&self, rule: Rule) -> Plan {
-        Plan {
-            space: self.charge.space(),
-            kind: self.kind,
-            rule,
+    /// What a store that counts in this process has to know, with the rule that it is to go by.
+    fn plan(&self, rule_of: impl FnOnce(&Quota, Rule) -> Rule) -> Option<Plan> {
+        let EntryLimit::Rate { kind, quota, rule, charge } = &self.limit else {
+            return None;
+        };
+        Some(Plan {
+            space: charge.space(),
+            kind: *kind,
+            rule: rule_of(quota, *rule),
             varies: self.varies(),
-            log_limit: match self.kind {
+            log_limit: match kind {
                 Kind::SlidingLog => self.log_limit(),
                 _ => 0,
             },
-        }
+        })
     }
 
     /// The largest limit that the policy's log can have.
@@ -401,6 +500,15 @@ impl<R: ?Sized> Entry<R> {
     }
 }
 
+impl EntryLimit {
+    fn allotment(&self) -> Allotment {
+        match self {
+            Self::Rate { rule, .. } => rule.allotment(),
+            Self::InFlight { limit, .. } => Allotment::of_slots(limit.now()),
+        }
+    }
+}
+
 impl<R: ?Sized> Terms<R> {
     /// Whether they come to a cost of one for everybody.
     fn are_plain(&self) -> bool {
@@ -408,6 +516,7 @@ impl<R: ?Sized> Terms<R> {
             && self.exempt.is_empty()
             && matches!(self.cost, Cost::One)
             && self.quota_for.is_none()
+            && self.limit_for.is_none()
     }
 
     fn apply_to(&self, request: &R) -> bool {
@@ -419,6 +528,14 @@ impl<R: ?Sized> Terms<R> {
             Cost::One => 1,
             Cost::Of(cost) => cost(request),
         }
+    }
+}
+
+/// Whether what was counted over one period says nothing about another.
+const fn counts_periods(kind: Kind) -> bool {
+    match kind {
+        Kind::TokenBucket | Kind::LeakyBucket(_) => false,
+        Kind::FixedWindow(_) | Kind::SlidingWindow | Kind::SlidingLog => true,
     }
 }
 
@@ -485,7 +602,17 @@ impl fmt::Display for BuildError {
             Self::Misplaced { policy, option } => write!(
                 f,
                 "policy `{policy}`: `{option}` is not for its algorithm; `from_first_hit` is for \
-                 fixed windows, `max_delay` for leaky buckets"
+                 fixed windows, `max_delay` for leaky buckets, `quota_for` for rates, and `queue`, \
+                 `limit_for` and `per_instance` are for concurrency limits"
+            ),
+            Self::NoSlots { policy } => write!(
+                f,
+                "policy `{policy}` has a limit of 0 and would let nothing pass; give it 1 or more"
+            ),
+            Self::CannotHold { policy } => write!(
+                f,
+                "policy `{policy}` limits how many calls are in flight, and an interceptor does not \
+                 see when a call is over; use the layer"
             ),
             Self::CannotAsk => f.write_str(
                 "the state is in Redis, and an interceptor cannot wait for the answer; use the layer",

@@ -4,15 +4,30 @@ use super::{refusal::Refusal, text::Text};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Response, header::CONTENT_TYPE};
 
-/// The status that a gRPC call is turned away with when a limit is reached.
+/// The status that a gRPC call is turned away with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum GrpcCode {
-    /// `RESOURCE_EXHAUSTED`, 8: the client used up what it may use. The default.
+    /// `RESOURCE_EXHAUSTED`, 8: the client used up what it may use. The default for limits.
     #[default]
     ResourceExhausted,
-    /// `UNAVAILABLE`, 14: what many clients are set up to retry.
+    /// `UNAVAILABLE`, 14: what many clients are set up to retry. The default for load shedding.
     Unavailable,
+}
+
+/// Which status says what.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GrpcCodes {
+    /// A limit is reached.
+    pub(crate) limited: GrpcCode,
+    /// There is not room for all.
+    pub(crate) shed: GrpcCode,
+}
+
+impl Default for GrpcCodes {
+    fn default() -> Self {
+        Self { limited: GrpcCode::ResourceExhausted, shed: GrpcCode::Unavailable }
+    }
 }
 
 /// Every status that this crate answers with, by its number.

@@ -73,7 +73,8 @@ pub(crate) struct Annotation {
     pub(super) policy: &'static str,
     pub(super) limit: u64,
     pub(super) remaining: u64,
-    pub(super) reset_us: u64,
+    /// `None` where nobody knows: slots come back when they are released.
+    pub(super) reset_us: Option<u64>,
     pub(super) time_us: u64,
     pub(super) retry_after_us: Option<u64>,
     /// The value of `RateLimit-Policy`, where it is not the one that the stack always sends.
@@ -188,7 +189,7 @@ impl Annotation {
             policy: tightest.policy,
             limit,
             remaining: tightest.remaining.min(limit),
-            reset_us: tightest.reset_us,
+            reset_us: (!tightest.is_concurrency()).then_some(tightest.reset_us),
             time_us,
             retry_after_us: None,
             policies: None,
@@ -197,7 +198,9 @@ impl Annotation {
 
     /// The numbers as `RateLimit` spells them, to compare with those of another response.
     pub(super) fn left(&self) -> Left {
-        Left::new(self.remaining.min(MAX_INTEGER), ceil_seconds(self.reset_us))
+        let remaining = self.remaining.min(MAX_INTEGER);
+        let left = |reset_us| Left::new(remaining, ceil_seconds(reset_us));
+        self.reset_us.map_or(Left::without_reset(remaining), left)
     }
 
     fn draft_11(&self) -> HeaderValue {
@@ -205,16 +208,20 @@ impl Annotation {
         push_name(&mut text, self.policy);
         text.push_str(";r=");
         text.push_number(self.remaining.min(MAX_INTEGER));
-        text.push_str(";t=");
-        text.push_number(ceil_seconds(self.reset_us));
+        if let Some(reset_us) = self.reset_us {
+            text.push_str(";t=");
+            text.push_number(ceil_seconds(reset_us));
+        }
         text.value()
     }
 
     fn legacy_reset(&self, form: LegacyReset) -> HeaderValue {
+        // This field cannot be left out; then it says what `Retry-After` does.
+        let reset_us = self.reset_us.or(self.retry_after_us).unwrap_or(0);
         Text::number(ceil_seconds(match form {
-            LegacyReset::DeltaSeconds => self.reset_us,
+            LegacyReset::DeltaSeconds => reset_us,
             // Rounding the instant, not the way to it, gives the same second whenever it is asked.
-            LegacyReset::EpochSeconds => self.time_us.saturating_add(self.reset_us),
+            LegacyReset::EpochSeconds => self.time_us.saturating_add(reset_us),
         }))
     }
 }
@@ -229,6 +236,9 @@ pub(super) fn policies(policies: impl Iterator<Item = (&'static str, Allotment)>
         push_name(&mut text, name);
         text.push_str(";q=");
         text.push_number(quota.limit.min(MAX_INTEGER));
+        if quota.is_of_slots() {
+            text.push_str(";qu=\"concurrent-requests\"");
+        }
         // The field has no words for less than a second, and a whole one would not be true.
         if quota.window_us >= 1_000_000 {
             text.push_str(";w=");

@@ -28,7 +28,7 @@ impl Left {
 
     /// A reset that is not told, or in a unit that is not told, counts as the latest: then only
     /// fewer requests are tighter.
-    const fn without_reset(remaining: u64) -> Self {
+    pub(super) const fn without_reset(remaining: u64) -> Self {
         Self::new(remaining, u64::MAX)
     }
 }

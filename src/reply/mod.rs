@@ -7,6 +7,8 @@
 //! |---|---|---|
 //! | is over a limit | 429 with `Retry-After` | 8, or as [`GrpcCode`] says, with a retry pushback |
 //! | can never fit a limit | 429 | 8, asks for no retry |
+//! | finds no slot free | 429 with `Retry-After: 1` | 8, likewise |
+//! | is shed, or its policy's store is out of reach and lets nothing pass then | 503 with `Retry-After` | 14, likewise |
 //! | lacks what its key is made from | 400 | 3, asks for no retry |
 //! | meets a server that is not set up for it | 500 | 13, asks for no retry |
 //!
@@ -22,6 +24,7 @@ mod responder;
 mod text;
 
 pub use grpc::GrpcCode;
+pub(crate) use grpc::GrpcCodes;
 pub(crate) use headers::Annotation;
 pub use headers::{Dialect, Headers, LegacyReset};
 pub(crate) use responder::Responder;

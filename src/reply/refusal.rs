@@ -1,7 +1,7 @@
 //! What a rejection is called in HTTP and in gRPC.
 
 use super::{
-    grpc::{Code, GrpcCode},
+    grpc::{Code, GrpcCodes},
     headers::retry_seconds,
 };
 use crate::{
@@ -21,15 +21,14 @@ pub(super) struct Refusal<'a> {
 }
 
 impl<'a> Refusal<'a> {
-    /// Everything that is said is chosen here, so that both protocols say the same. `limited` is the
-    /// gRPC status when a limit is reached.
-    pub(super) fn new(rejection: &'a Rejection, limited: GrpcCode) -> Self {
+    /// Everything that is said is chosen here, so that both protocols say the same.
+    pub(super) fn new(rejection: &'a Rejection, codes: GrpcCodes) -> Self {
         let names = Names(rejection);
         let wait_us = rejection.retry_after_us();
         let (status, code, detail) = match &rejection.reason {
             Reason::Limited => (
                 StatusCode::TOO_MANY_REQUESTS,
-                limited.into(),
+                codes.limited.into(),
                 match wait_us.map(retry_seconds) {
                     Some(seconds) => format!("Limited by {names}. Try again in {seconds} s."),
                     None => format!("Limited by {names}."),
@@ -45,11 +44,12 @@ impl<'a> Refusal<'a> {
             Reason::NoKey { error, .. } if error.kind() == KeyErrorKind::Missing => {
                 (StatusCode::BAD_REQUEST, Code::InvalidArgument, error.to_string())
             }
-            Reason::Unavailable { .. } => (
-                StatusCode::SERVICE_UNAVAILABLE,
-                Code::Unavailable,
-                "The server cannot take requests at the moment. Try again.".to_owned(),
-            ),
+            Reason::Unavailable { .. } => {
+                (StatusCode::SERVICE_UNAVAILABLE, Code::Unavailable, OVERLOADED.to_owned())
+            }
+            Reason::Shed { .. } => {
+                (StatusCode::SERVICE_UNAVAILABLE, codes.shed.into(), OVERLOADED.to_owned())
+            }
             // What is wrong with the server is for its operator to know.
             Reason::NoKey { .. } | Reason::Faulty { .. } => (
                 StatusCode::INTERNAL_SERVER_ERROR,
@@ -60,6 +60,9 @@ impl<'a> Refusal<'a> {
         Self { status, code, detail, wait_us, rejection }
     }
 }
+
+/// The client has done nothing wrong.
+const OVERLOADED: &str = "The server cannot take the request at the moment. Try again.";
 
 /// The policies that reject, as clients are told.
 struct Names<'a>(&'a Rejection);

@@ -1,7 +1,7 @@
 //! From a decision to the head of a response, or to a whole one.
 
 use super::{
-    grpc::{self, GrpcCode},
+    grpc::{self, GrpcCodes},
     headers::{self, Annotation, Headers},
     inner::{self, Said},
     problem,
@@ -15,24 +15,23 @@ use http::{HeaderMap, HeaderValue, Response, StatusCode};
 #[derive(Debug)]
 pub(crate) struct Responder {
     headers: Headers,
-    limited: GrpcCode,
+    codes: GrpcCodes,
     policies: Box<[(&'static str, Allotment)]>,
     /// The value of `RateLimit-Policy` for `policies`; its clones share one buffer.
     policies_value: HeaderValue,
 }
 
 impl Responder {
-    /// Answers for the policies of a stack, in its order, as `headers` say. `limited` is the gRPC
-    /// status when a limit is reached.
+    /// Answers for the policies of a stack, in its order, as `headers` say, and to gRPC by `codes`.
     pub(crate) fn new(
         headers: Headers,
-        limited: GrpcCode,
+        codes: GrpcCodes,
         policies: impl IntoIterator<Item = (&'static str, Allotment)>,
     ) -> Self {
         let policies: Box<[_]> = policies.into_iter().collect();
         Self {
             headers,
-            limited,
+            codes,
             policies_value: headers::policies(policies.iter().copied()),
             policies,
         }
@@ -75,7 +74,7 @@ impl Responder {
 
     /// The answer to a request with these headers that is turned away.
     pub(crate) fn reject(&self, rejection: &Rejection, request: &HeaderMap) -> Response<Bytes> {
-        let refusal = Refusal::new(rejection, self.limited);
+        let refusal = Refusal::new(rejection, self.codes);
         let mut response = match grpc::content_type(request) {
             Some(content_type) => grpc::response(&refusal, content_type),
             None => problem::response(&refusal),
@@ -173,7 +172,7 @@ mod tests {
     /// A responder for exactly the policies that `outcomes` come from.
     fn responder(headers: Headers, outcomes: &[Outcome]) -> Responder {
         let policies = outcomes.iter().map(|outcome| (outcome.policy, outcome.quota));
-        Responder::new(headers, GrpcCode::default(), policies)
+        Responder::new(headers, GrpcCodes::default(), policies)
     }
 
     /// What becomes of the response to an admitted request.
@@ -327,7 +326,7 @@ mod tests {
     #[test]
     fn the_list_of_policies_tells_the_quotas_that_the_request_met() {
         let own = [("a", allotment(10, 60)), ("b", allotment(20, 60)), ("c", allotment(30, 60))];
-        let responder = Responder::new(Headers::default(), GrpcCode::default(), own);
+        let responder = Responder::new(Headers::default(), GrpcCodes::default(), own);
         let listed = |outcomes: &[Outcome]| {
             let decision = decision(outcomes.iter().copied());
             let mut fields = HeaderMap::new();

@@ -8,6 +8,7 @@ pub mod redis;
 
 use crate::{
     algorithm::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow},
+    concurrency::Slot,
     decision::Allotment,
     key::Fingerprint,
     quota::{Quota, QuotaError},
@@ -81,6 +82,8 @@ pub(crate) struct Charge {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Bill {
     pub(crate) charges: SmallVec<[Charge; 3]>,
+    /// The slots that it asks for, whose outcomes are behind those of the charges.
+    pub(crate) slots: SmallVec<[Slot; 1]>,
     /// Rules of quotas that were looked up for this request; behind each that of this instance's
     /// share of it, if the state is elsewhere.
     pub(crate) rules: Vec<Rule>,
@@ -95,6 +98,19 @@ pub(crate) type Lengths = SmallVec<[u64; 3]>;
 pub(crate) enum Mode {
     Charge,
     Peek,
+}
+
+#[cfg(feature = "redis")]
+impl Bill {
+    /// The slots of this process, which come first.
+    pub(crate) fn slots_here(&self) -> &[Slot] {
+        &self.slots[..self.slots.partition_point(|slot| slot.per_instance)]
+    }
+
+    /// The slots of the fleet.
+    pub(crate) fn slots_elsewhere(&self) -> &[Slot] {
+        &self.slots[self.slots_here().len()..]
+    }
 }
 
 impl Charge {

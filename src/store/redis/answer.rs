@@ -4,6 +4,7 @@
 use super::codec::Told;
 use crate::{
     algorithm::{Algorithm, FixedWindowState, SlidingLog, SlidingWindowState, Spent},
+    concurrency::Slot,
     decision::{Outcome, Verdict},
     store::{
         Rule,
@@ -69,6 +70,22 @@ fn fill_in_log(
         (0, _) => window_us,
         _ => until_gone_us(next_us),
     };
+}
+
+/// The same for slots, whose states were told from the one at `first` on.
+pub(crate) fn fill_in_slots(
+    told: &Told,
+    first: usize,
+    slots: &[Slot],
+    outcomes: &mut [Outcome],
+    charging: bool,
+) {
+    for ((slot, outcome), [held, ..]) in slots.iter().zip(outcomes).zip(&told.states[first..]) {
+        let free = slot.limit.saturating_sub(*held);
+        outcome.verdict = slot.verdict(free, false);
+        let taken = if charging && told.admitted { slot.cost } else { 0 };
+        outcome.remaining = free.saturating_sub(taken);
+    }
 }
 
 /// What the refund script has to know of the moment at which something was spent.

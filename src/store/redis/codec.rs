@@ -4,7 +4,7 @@ use crate::{algorithm::Terms, key::Fingerprint, store::Rule};
 use redis::Cmd;
 use sha2::{Digest, Sha256};
 use smallvec::SmallVec;
-use std::sync::Arc;
+use std::{collections::HashMap, sync::Arc};
 
 /// A rule in the form that the scripts read. Clones are cheap, and equal ones go into a batch once.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub(crate) struct CodedRule {
 }
 
 /// What stands for the name of a policy in its records.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PolicyId([u8; 2]);
 
 /// One request, as a lane carries it.
@@ -28,6 +28,19 @@ pub(crate) struct Ask {
     pub(crate) charges: SmallVec<[AskedCharge; 3]>,
     /// Whether it only asks, and is not charged.
     pub(crate) peeks: bool,
+    /// Who is to hold the slots that it asks for.
+    pub(crate) lease: Option<LeaseId>,
+}
+
+/// 128 random bits.
+pub(crate) type LeaseId = [u8; 16];
+
+/// Slots that are held on a lease.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HeldSlots {
+    fingerprint: Fingerprint,
+    policy: PolicyId,
+    slots: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -58,10 +71,33 @@ const LARGE_COST: u8 = 255;
 /// What marks a request that only asks.
 const PEEKS: u16 = 0x8000;
 
+/// What marks a request that asks for slots.
+const LEASES: u16 = 0x4000;
+
+impl Ask {
+    /// The slots that it asks for.
+    pub(super) fn slots(&self) -> impl Iterator<Item = HeldSlots> {
+        let is_of_slots = |charge: &&AskedCharge| charge.rule.bytes[0] == SLOTS;
+        self.charges.iter().filter(is_of_slots).map(|charge| HeldSlots {
+            fingerprint: charge.fingerprint,
+            policy: charge.rule.policy,
+            slots: charge.cost,
+        })
+    }
+}
+
 impl PolicyId {
     /// Policies of one name but different algorithms have different states.
     pub(crate) fn new(name: &str, rule: &Rule) -> Self {
-        let digest = Sha256::new().chain_update([kind(rule)]).chain_update(name).finalize();
+        Self::hash(name, kind(rule))
+    }
+
+    pub(crate) fn of_slots(name: &str) -> Self {
+        Self::hash(name, SLOTS)
+    }
+
+    fn hash(name: &str, kind: u8) -> Self {
+        let digest = Sha256::new().chain_update([kind]).chain_update(name).finalize();
         Self([digest[0], digest[1]])
     }
 }
@@ -86,6 +122,17 @@ impl CodedRule {
         let keeps_ring = matches!(rule, Rule::SlidingLog(_));
         Self { bytes: bytes.into(), policy, told, keeps_ring }
     }
+
+    /// The rule of a limit of so many slots, each on a lease of that length.
+    pub(crate) fn of_slots(policy: PolicyId, limit: u64, lease_us: u64) -> Self {
+        let mut bytes = vec![SLOTS];
+        bytes.extend(policy.0);
+        bytes.push(0);
+        [limit, lease_us, 0, 0, 0, 0].iter().for_each(|&number| push_number(&mut bytes, number));
+        // It has no records.
+        bytes.extend([0, 0, 0]);
+        Self { bytes: bytes.into(), policy, told: 1, keeps_ring: true }
+    }
 }
 
 /// The index of the algorithm's table in `identity.lua`.
@@ -97,6 +144,9 @@ const fn kind(rule: &Rule) -> u8 {
         Rule::SlidingLog(_) => 4,
     }
 }
+
+/// The same for slots.
+const SLOTS: u8 = 5;
 
 /// What the records of a rule look like (`lua/shared/identity.lua`).
 struct Record {
@@ -242,7 +292,7 @@ impl<'a> Tables<'a> {
         tables
     }
 
-    /// The indices of a charge's identity, rule and ring, as `KEYS` and the rules are counted.
+    /// The indices of a charge's identity, rule, and ring or set, as `KEYS` and the rules are counted.
     fn push_indices(&mut self, bytes: &mut Vec<u8>, ask: &'a Ask, charge: &'a AskedCharge) {
         let key = index_of(&mut self.keys, (charge.fingerprint, &*ask.prefix));
         let rule = index_of(&mut self.rules, &charge.rule);
@@ -284,8 +334,11 @@ pub(super) fn push_batch(command: &mut Cmd, asks: &[&Ask], has_msetex: bool) {
     let mut requests = (tables.keys.len() as u16).to_le_bytes().to_vec();
     requests.push(has_msetex.into());
     for ask in asks {
-        let count = ask.charges.len() as u16 | if ask.peeks { PEEKS } else { 0 };
+        let mut count = ask.charges.len() as u16;
+        count |= if ask.peeks { PEEKS } else { 0 };
+        count |= if ask.lease.is_some() { LEASES } else { 0 };
         requests.extend(count.to_le_bytes());
+        requests.extend(ask.lease.iter().flatten());
         for charge in &ask.charges {
             tables.push_indices(&mut requests, ask, charge);
             if charge.cost < LARGE_COST.into() {
@@ -324,6 +377,41 @@ pub(super) fn push_reset(command: &mut Cmd, ask: &Ask) {
     }
     tables.push_args(command);
     command.arg(charges);
+}
+
+/// Appends the arguments of `leases.lua`.
+pub(super) fn push_leases(
+    command: &mut Cmd,
+    prefix: &str,
+    lease_us: u64,
+    lasting: &[(LeaseId, HeldSlots)],
+    ending: &[(LeaseId, HeldSlots)],
+) {
+    let mut sets = Vec::new();
+    let mut indices = HashMap::new();
+    let mut list = |bytes: &mut Vec<u8>, leases: &[(LeaseId, HeldSlots)]| {
+        for (id, HeldSlots { fingerprint, policy, slots }) in leases {
+            let index = *indices.entry((*fingerprint, *policy)).or_insert_with(|| {
+                sets.push(ring_name(prefix, *fingerprint, *policy));
+                sets.len() as u16
+            });
+            bytes.extend(index.to_le_bytes());
+            bytes.extend((*slots as u32).to_le_bytes());
+            bytes.extend(id);
+        }
+    };
+    let (mut lasting_bytes, mut ending_bytes) = (Vec::new(), Vec::new());
+    push_number(&mut lasting_bytes, lease_us);
+    list(&mut lasting_bytes, lasting);
+    list(&mut ending_bytes, ending);
+    command.arg(sets.len()).arg(sets).arg(lasting_bytes).arg(ending_bytes);
+}
+
+/// Reads which leases had run out. `None` if that is not what `leases.lua` tells.
+pub(super) fn read_lost(reply: &[u8]) -> Option<Vec<usize>> {
+    let (indices, rest) = reply.as_chunks();
+    let read = |index: &[u8; 4]| u32::from_le_bytes(*index) as usize;
+    rest.is_empty().then(|| indices.iter().map(read).collect())
 }
 
 /// The braces keep an identity and its rings in one slot of a cluster.

@@ -29,6 +29,15 @@ impl StoreError {
         Self::Disconnected { message: message.to_owned() }
     }
 
+    /// Whatever this is, it is no store.
+    pub(super) fn unreadable() -> Self {
+        Self::Refused {
+            code: "UNREADABLE".to_owned(),
+            message: "the script's reply cannot be read; is this a Redis or Valkey server?"
+                .to_owned(),
+        }
+    }
+
     /// Whether the server does not know the script, so that nothing of it ran.
     pub(super) fn is_no_script(&self) -> bool {
         matches!(self, Self::Refused { code, .. } if code == "NOSCRIPT")

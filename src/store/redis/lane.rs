@@ -86,7 +86,7 @@ impl Lane {
                     let (lane, runtime) = (self.clone(), Handle::current());
                     let _slot = Slot { lane, runtime, flight };
                     let mut told = self.send(&[&ask]).await?;
-                    return told.pop().ok_or_else(unreadable);
+                    return told.pop().ok_or_else(StoreError::unreadable);
                 }
                 Err(receiver) => receiver,
             };
@@ -132,8 +132,10 @@ impl Lane {
         let has_msetex = self.server.has_msetex.load(Relaxed);
         let push_args = |command: &mut _| codec::push_batch(command, asks, has_msetex);
         match self.server.run(&DECIDE, push_args).await? {
-            Value::BulkString(reply) => codec::read_told(&reply, asks).ok_or_else(unreadable),
-            _ => Err(unreadable()),
+            Value::BulkString(reply) => {
+                codec::read_told(&reply, asks).ok_or_else(StoreError::unreadable)
+            }
+            _ => Err(StoreError::unreadable()),
         }
     }
 }
@@ -270,13 +272,5 @@ impl Batch {
 impl Drop for Batch {
     fn drop(&mut self) {
         self.fail(&StoreError::no_connection("the runtime was shut down"));
-    }
-}
-
-/// Whatever this is, it is no store.
-fn unreadable() -> StoreError {
-    StoreError::Refused {
-        code: "UNREADABLE".to_owned(),
-        message: "the script's reply cannot be read; is this a Redis or Valkey server?".to_owned(),
     }
 }

@@ -22,6 +22,7 @@ mod codec;
 mod connection;
 mod error;
 mod lane;
+mod leases;
 mod scripts;
 mod server;
 
@@ -29,10 +30,12 @@ pub use crate::resilience::{Health, StateChange};
 pub use bb8_redis;
 pub use checks::Warning;
 pub use error::StoreError;
+pub use leases::LeaseHealth;
 pub use redis as client;
 
-pub(crate) use answer::{fill_in, memory};
+pub(crate) use answer::{fill_in, fill_in_slots, memory};
 pub(crate) use codec::{Ask, AskedCharge, CodedRule, PolicyId, Told};
+pub(crate) use leases::Lease;
 
 use crate::{
     clock::Clock,
@@ -42,6 +45,7 @@ use bb8::Pool;
 use bb8_redis::RedisConnectionManager;
 use connection::Source;
 use lane::{Lane, Limits};
+use leases::Leases;
 use redis::{ConnectionInfo, IntoConnectionInfo};
 use scripts::{REFUND, RESET};
 use server::Server;
@@ -77,6 +81,8 @@ use tokio::{runtime::Handle, time::timeout};
 /// ACL SETUSER api on >password ~tg:api:* -@all +evalsha +eval +time +mget +set +del
 ///     +getrange +setrange +pexpire +msetex +info
 /// ```
+///
+/// Policies that limit concurrency take `+zadd +zrem +zcard +zremrangebyscore +pttl` as well.
 #[derive(Clone, Debug)]
 pub struct RedisStore {
     shared: Arc<Shared>,
@@ -86,6 +92,7 @@ struct Shared {
     server: Arc<Server>,
     lane: Arc<Lane>,
     guard: Guard,
+    leases: Leases,
     prefix: Arc<str>,
     key: Arc<[u8]>,
     deadline: Duration,
@@ -102,6 +109,7 @@ pub struct RedisStoreBuilder {
     batch: usize,
     in_flight: usize,
     instances: u32,
+    lease: Duration,
     breaker: breaker::Settings,
     hook: Option<Hook>,
     clock: Option<Clock>,
@@ -178,6 +186,12 @@ impl RedisStore {
         (self.shared.lane.calls.load(Relaxed), self.shared.lane.requests.load(Relaxed))
     }
 
+    /// How the leases of this instance are doing.
+    #[must_use]
+    pub fn leases(&self) -> LeaseHealth {
+        self.shared.leases.health()
+    }
+
     /// Looks the server over: eviction, missing rights, its role, its version, its clock. The same is
     /// done, and logged as warnings, when the first request comes, and when the server was down and is
     /// back.
@@ -203,14 +217,35 @@ impl RedisStore {
         self.shared.instances
     }
 
+    /// The length of a lease, in microseconds.
+    pub(crate) fn lease_us(&self) -> u64 {
+        self.shared.leases.length_us()
+    }
+
     /// Has a request decided. `None` means that the failure modes have to answer.
-    pub(crate) async fn decide(&self, ask: Ask) -> Option<Told> {
+    pub(crate) async fn decide(&self, mut ask: Ask) -> Option<(Told, Option<Lease>)> {
         self.look_over(DUE);
-        let told = self.shared.guard.call(self.shared.lane.ask(ask)).await;
-        if told.is_some() {
-            self.look_over(DUE_WHEN_UP);
-        }
-        told
+        let Shared { guard, lane, leases, .. } = &*self.shared;
+        let decision = guard.call(async {
+            // If this is dropped, or fails, whatever was taken is given back.
+            let mut lease = None;
+            if ask.slots().next().is_some() && !ask.peeks {
+                let id = leases.new_id();
+                ask.lease = Some(id);
+                lease = Some(Lease::ask(&self.shared, id, ask.slots().collect()));
+            }
+            let told = lane.ask(ask).await?;
+            match &mut lease {
+                Some(lease) if told.admitted => lease.hold(),
+                _ => {
+                    lease.take().map(Lease::refuse);
+                }
+            }
+            Ok::<_, StoreError>((told, lease))
+        });
+        let decision = decision.await?;
+        self.look_over(DUE_WHEN_UP);
+        Some(decision)
     }
 
     /// Looks the server over in the background, if that is due.
@@ -297,6 +332,7 @@ impl RedisStoreBuilder {
             batch: 64,
             in_flight: 2,
             instances: 1,
+            lease: Duration::from_secs(10),
             breaker: breaker::Settings::default(),
             hook: None,
             clock: None,
@@ -348,6 +384,15 @@ impl RedisStoreBuilder {
     #[must_use]
     pub fn instances(mut self, instances: u32) -> Self {
         self.instances = instances;
+        self
+    }
+
+    /// How long the slots that a request holds in the fleet outlive its instance: the length of a lease,
+    /// which is renewed three times in it. An instance that is killed, or stopped for longer, frees its
+    /// slots after so long. Default: 10 s.
+    #[must_use]
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.lease = lease;
         self
     }
 
@@ -404,11 +449,13 @@ impl RedisStoreBuilder {
         check(self.instances >= 1, "instances", "1 or more")?;
         let (least, most) = (Duration::from_millis(1), Duration::from_secs(60));
         check((least..=most).contains(&self.deadline), "deadline", "1 ms to 60 s")?;
+        let (shortest, longest) = (Duration::from_millis(100), Duration::from_secs(3_600));
+        check((shortest..=longest).contains(&self.lease), "lease", "100 ms to 1 h")?;
         let source = match self.source {
             Given::Pool(pool) => Source::Given(pool),
             Given::Info(info) => (*info)
-                // One more than calls, for refunds and checks.
-                .and_then(|info| Source::own(&info, self.deadline, self.in_flight as u32 + 1))
+                // Two more than calls: for refunds and checks, and for leases.
+                .and_then(|info| Source::own(&info, self.deadline, self.in_flight as u32 + 2))
                 .map_err(|error| ConfigError::Address { message: error.to_string() })?,
         };
         let has_msetex = AtomicBool::new(false);
@@ -424,6 +471,7 @@ impl RedisStoreBuilder {
                 self.deadline,
                 Some(hook(look_over.clone(), self.hook)),
             ),
+            leases: Leases::new(self.lease),
             prefix: prefix.into(),
             key: self.key.into(),
             deadline: self.deadline,

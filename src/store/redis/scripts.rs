@@ -26,6 +26,8 @@ macro_rules! with_shared {
                 include_str!("../../../lua/shared/fixed_window.lua"),
                 include_str!("../../../lua/shared/sliding_window.lua"),
                 include_str!("../../../lua/shared/sliding_log.lua"),
+                include_str!("../../../lua/shared/lease.lua"),
+                include_str!("../../../lua/shared/leases.lua"),
                 include_str!("../../../lua/shared/identity.lua"),
                 include_str!($file),
             ))
@@ -41,6 +43,15 @@ pub(super) static REFUND: LazyLock<KnownScript> = with_shared!("../../../lua/ref
 
 /// Forgets what is known of those whom a request is for.
 pub(super) static RESET: LazyLock<KnownScript> = with_shared!("../../../lua/reset.lua");
+
+/// Makes leases last, and ends others.
+pub(super) static LEASES: LazyLock<KnownScript> = LazyLock::new(|| {
+    KnownScript::new(concat!(
+        include_str!("../../../lua/shared/prelude.lua"),
+        include_str!("../../../lua/shared/lease.lua"),
+        include_str!("../../../lua/leases.lua"),
+    ))
+});
 
 /// Looks for what would be in the way.
 pub(super) static CHECK: LazyLock<KnownScript> =

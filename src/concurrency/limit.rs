@@ -1,0 +1,24 @@
+//! How many requests may be in flight.
+
+/// How many requests may be in flight at the same time.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Limit {
+    /// So many.
+    Fixed(u32),
+}
+
+impl Limit {
+    /// The limit at the moment.
+    pub(crate) fn now(&self) -> u64 {
+        match self {
+            Self::Fixed(limit) => u64::from(*limit),
+        }
+    }
+}
+
+impl From<u32> for Limit {
+    fn from(limit: u32) -> Self {
+        Self::Fixed(limit)
+    }
+}

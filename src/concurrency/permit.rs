@@ -1,0 +1,127 @@
+//! Permits: held slots, and who may keep them.
+
+#[cfg(feature = "redis")]
+use super::slots::Slot;
+use super::slots::{Slots, Taken};
+#[cfg(feature = "redis")]
+use crate::store::redis::Lease;
+use std::{
+    fmt,
+    sync::{Arc, Weak},
+};
+
+/// The slots that a request holds, in all policies and load shedders that admitted it. They are free
+/// again when the permit and all of its clones are dropped.
+///
+/// To drop it needs no runtime and never blocks. A request that holds no slots has a permit, too.
+#[derive(Clone, Debug, Default)]
+#[must_use = "the slots are free again when the permit is dropped"]
+pub struct Permit(Arc<Held>);
+
+/// The permits that a request holds, of all layers around its handler, in its extensions. They end with
+/// the response body, unless somebody keeps them.
+///
+/// ```
+/// use axum::{extract::Extension, response::Response};
+/// use tollgate::concurrency::HeldPermits;
+///
+/// async fn handler(Extension(permits): Extension<HeldPermits>) -> Response {
+///     let kept = permits.keep();
+///     tokio::spawn(async move {
+///         // The connection that this request upgraded is in flight until here.
+///         drop(kept);
+///     });
+///     # unimplemented!()
+/// }
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct HeldPermits(Vec<Weak<Held>>);
+
+/// What an admitted request holds.
+#[derive(Default)]
+pub(crate) struct Held {
+    /// In this process, and where that is.
+    taken: Option<(Arc<Slots>, Taken)>,
+    /// In the fleet.
+    #[cfg(feature = "redis")]
+    lease: Option<Lease>,
+}
+
+impl Held {
+    pub(crate) fn new(slots: &Arc<Slots>, taken: Taken) -> Self {
+        let mut held = Self::default();
+        held.taken = Some((slots.clone(), taken));
+        held
+    }
+}
+
+#[cfg(feature = "redis")]
+impl Held {
+    /// Counts slots that a store elsewhere gave out, on that lease.
+    pub(crate) fn take_elsewhere(&mut self, slots: &[Slot], lease: Option<Lease>) {
+        self.take_anyway(slots);
+        self.lease = lease;
+    }
+
+    /// Counts slots that nobody else does.
+    pub(crate) fn take_anyway(&mut self, slots: &[Slot]) {
+        if let Some((counted_in, taken)) = &mut self.taken {
+            taken.extend(counted_in.take_anyway(slots));
+        }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if let Some((slots, taken)) = &self.taken {
+            taken.iter().for_each(|(slot, _)| slots.release(slot));
+        }
+    }
+}
+
+impl Permit {
+    /// Whether the fleet forgot for a while that the request holds its slots: this process stood still for
+    /// longer than a lease, or the server lost its state. Others may have had them meanwhile. It counts again
+    /// since.
+    #[cfg(feature = "redis")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+    #[must_use]
+    pub fn was_lost(&self) -> bool {
+        self.0.lease.as_ref().is_some_and(Lease::was_lost)
+    }
+
+    /// Holds other slots, too. Only for a permit that nobody else has yet.
+    #[cfg(feature = "redis")]
+    pub(crate) fn with(mut self, mut other: Held) -> Self {
+        if let (Some(held), Some((_, more))) = (Arc::get_mut(&mut self.0), &mut other.taken)
+            && let Some((_, taken)) = &mut held.taken
+        {
+            taken.extend(more.drain(..));
+        }
+        self
+    }
+}
+
+impl From<Held> for Permit {
+    fn from(held: Held) -> Self {
+        Self(Arc::new(held))
+    }
+}
+
+impl HeldPermits {
+    /// Holds on to the permits until what this returns is dropped. Empty if the request is over already.
+    pub fn keep(&self) -> Vec<Permit> {
+        self.0.iter().filter_map(Weak::upgrade).map(Permit).collect()
+    }
+
+    pub(crate) fn add(&mut self, permit: &Permit) {
+        self.0.push(Arc::downgrade(&permit.0));
+    }
+}
+
+impl fmt::Debug for Held {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let taken = self.taken.as_ref().map_or(0, |(_, taken)| taken.len());
+        f.debug_struct("Held").field("slots", &taken).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,134 @@
+//! From policies, a store and a clock to a limiter.
+
+use super::{Limiter, Shared};
+use crate::{
+    clock::Clock,
+    concurrency::Slots,
+    key::{FindKey, KeyExtractor, Secret},
+    policy::{
+        Policy,
+        stack::{BuildError, Stack},
+    },
+    store::{LocalStore, Store, local::Local},
+    turn::Lines,
+};
+#[cfg(feature = "redis")]
+use crate::{remote::Remote, store::redis::RedisStore};
+use http::request::Parts;
+use std::{fmt, sync::Arc};
+
+/// Puts a [`Limiter`] together.
+pub struct LimiterBuilder<R: ?Sized = Parts> {
+    policies: Vec<Policy<R>>,
+    key: Option<Arc<dyn FindKey<R>>>,
+    store: LocalStore,
+    #[cfg(feature = "redis")]
+    remote: Option<RedisStore>,
+    clock: Clock,
+}
+
+impl<R: ?Sized + 'static> LimiterBuilder<R> {
+    pub(super) fn new() -> Self {
+        Self {
+            policies: Vec::new(),
+            key: None,
+            store: LocalStore::new(),
+            #[cfg(feature = "redis")]
+            remote: None,
+            clock: Clock::system(),
+        }
+    }
+
+    /// Adds a policy below those that are there already. All of them are asked, and a request is
+    /// charged to all that apply or to none, so their order changes only the order of outcomes.
+    #[must_use]
+    pub fn policy(mut self, policy: Policy<R>) -> Self {
+        self.policies.push(policy);
+        self
+    }
+
+    /// Whom to count, for policies that do not say so themselves. Default: none.
+    #[must_use]
+    pub fn key(mut self, key: impl KeyExtractor<R>) -> Self {
+        self.key = Some(Arc::new(key));
+        self
+    }
+
+    /// Where state is kept. Default: [`LocalStore::new`].
+    ///
+    /// A limiter whose state is in Redis keeps some in this process too, while Redis is out of reach;
+    /// to bound that, give it a [`LocalStore`] as well.
+    #[must_use]
+    pub fn store(mut self, store: impl Into<Store>) -> Self {
+        match store.into() {
+            Store::Local(local) => self.store = local,
+            #[cfg(feature = "redis")]
+            Store::Redis(redis) => self.remote = Some(redis),
+        }
+        self
+    }
+
+    /// Where the time comes from. Default: [`Clock::system`].
+    #[must_use]
+    pub fn clock(mut self, clock: impl Into<Clock>) -> Self {
+        self.clock = clock.into();
+        self
+    }
+
+    /// Checks the stack and puts it to work.
+    ///
+    /// # Errors
+    ///
+    /// [`BuildError`] says which policy cannot be, and why.
+    pub fn build(self) -> Result<Limiter<R>, BuildError> {
+        let secret = self.secret();
+        let stack = Stack::new(self.policies, self.key.as_ref(), secret)?;
+        let lines = stack.shaper().map(|_| Lines::default());
+        let slot_plans: Vec<_> = stack.slot_plans().collect();
+        #[cfg(feature = "redis")]
+        let (stack, plans, remote) = match self.remote {
+            None => {
+                let plans = stack.plans();
+                (stack, plans, None)
+            }
+            Some(redis) => {
+                let mut stack = stack;
+                let plans = stack.shared_by(redis.instances());
+                let remote =
+                    Remote::new(redis, stack.remote_plans(), &plans, stack.remote_slots())?;
+                (stack, plans, Some(remote))
+            }
+        };
+        #[cfg(not(feature = "redis"))]
+        let plans = stack.plans();
+        let shared = Shared {
+            store: Local::new(&self.store, &plans),
+            stack,
+            #[cfg(feature = "redis")]
+            remote,
+            clock: self.clock,
+            lines,
+            slots: (!slot_plans.is_empty()).then(|| Arc::new(Slots::new(slot_plans))),
+        };
+        Ok(Limiter { shared: Arc::new(shared) })
+    }
+
+    /// What keys are hashed under.
+    fn secret(&self) -> Secret {
+        #[cfg(feature = "redis")]
+        if let Some(redis) = &self.remote {
+            return Secret::shared(redis.key());
+        }
+        Secret::random()
+    }
+}
+
+impl<R: ?Sized> fmt::Debug for LimiterBuilder<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LimiterBuilder")
+            .field("policies", &self.policies)
+            .field("store", &self.store)
+            .field("clock", &self.clock)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,668 @@
+//! The stack at work: charges in, decision out. Knows no HTTP.
+
+mod builder;
+#[cfg(feature = "redis")]
+mod elsewhere;
+
+pub use builder::LimiterBuilder;
+
+#[cfg(feature = "redis")]
+use crate::remote::Remote;
+use crate::{
+    clock::Clock,
+    concurrency::{Held, Permit, Place, Slot, Slots},
+    decision::{Decision, Outcome, Outcomes, Reason, Rejection, Verdict},
+    policy::stack::Stack,
+    store::{Bill, Mode, local::Local},
+    turn::{Counted, Lines, Refund, Turn},
+};
+use http::request::Parts;
+use std::{
+    fmt,
+    future::{Future, poll_fn},
+    mem,
+    pin::Pin,
+    sync::Arc,
+    task::Poll,
+};
+
+/// A stack of policies with its state, for any kind of request and without any service around it.
+///
+/// Clones share one budget. `R` is what a request is; the [layer](crate::RateLimitLayer) uses a
+/// limiter of HTTP request [`Parts`].
+///
+/// ```
+/// use tollgate::{Limiter, Policy, Quota, key::Key};
+///
+/// let limiter = Limiter::<str>::builder()
+///     .key(|user: &str| Key::from(user))
+///     .policy(Policy::token_bucket("burst", Quota::per_second(2)))
+///     .policy(Policy::fixed_window("daily", Quota::per_calendar_day(1_000)))
+///     .build()?;
+///
+/// assert!(limiter.check("alice").is_ok());
+/// assert_eq!(limiter.check("alice").unwrap().tightest().unwrap().remaining(), 0);
+///
+/// let rejection = limiter.check("alice").unwrap_err();
+/// assert_eq!(rejection.policies().collect::<Vec<_>>(), ["burst"]);
+/// assert!(limiter.check("bob").is_ok());
+/// # Ok::<(), tollgate::BuildError>(())
+/// ```
+pub struct Limiter<R: ?Sized = Parts> {
+    shared: Arc<Shared<R>>,
+}
+
+struct Shared<R: ?Sized> {
+    stack: Stack<R>,
+    /// The state, or what stands in for it while it is elsewhere and out of reach.
+    store: Local,
+    #[cfg(feature = "redis")]
+    remote: Option<Remote>,
+    clock: Clock,
+    /// The requests that wait for their turn; `None` if no policy holds requests back.
+    lines: Option<Lines>,
+    /// The slots that requests hold; `None` if no policy limits concurrency.
+    slots: Option<Arc<Slots>>,
+}
+
+/// The decision to let a request go on.
+pub(crate) struct Admitted {
+    pub(crate) decision: Decision,
+    /// Its wait for its turn, if it has to.
+    pub(crate) turn: Option<Box<Turn>>,
+    /// What it holds until it is over.
+    pub(crate) permit: Option<Permit>,
+}
+
+/// What comes with a decision that is made at once.
+#[derive(Default)]
+pub(crate) struct Extras {
+    pub(crate) turn: Option<Box<Turn>>,
+    pub(crate) permit: Option<Permit>,
+    /// A request that was rejected waits for a slot: this is the decision that counts.
+    pub(crate) deciding: Option<Deciding>,
+}
+
+/// A decision that takes time: a store elsewhere is asked, or there may be a slot later.
+pub(crate) type Deciding = Pin<Box<dyn Future<Output = Result<Admitted, Rejection>> + Send>>;
+
+/// What came of asking for all that a bill is for.
+#[derive(Default)]
+struct Acquired {
+    admitted: bool,
+    time_us: u64,
+    /// The slots that are held now, if any policy has slots.
+    held: Option<Held>,
+}
+
+/// How often those who wait for a slot that others may release elsewhere look again.
+const LOOK_AGAIN_US: u64 = 25_000;
+
+impl<R: ?Sized + 'static> Limiter<R> {
+    /// Starts a new limiter.
+    #[must_use]
+    pub fn builder() -> LimiterBuilder<R> {
+        LimiterBuilder::new()
+    }
+
+    /// Decides a request, and charges it to all policies that apply if it is admitted.
+    ///
+    /// Where a leaky bucket holds requests back, the decision's [`delay`](Decision::delay) is to be
+    /// waited by the caller; [`ready`](Self::ready) waits by itself.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] if the request may not go on; it was charged nothing then. So it is if the state is
+    /// in Redis, for whose answer only [`check_async`](Self::check_async) and `ready` can wait, or if a
+    /// policy limits concurrency, for which only [`acquire`](Self::acquire) can.
+    pub fn check(&self, request: &R) -> Result<Decision, Rejection> {
+        self.needs_no_answer()?;
+        self.needs_no_permit()?;
+        self.decide(request, Mode::Charge)
+    }
+
+    /// Decides a request and waits until it is its turn. It returns at once unless a leaky bucket
+    /// with a maximum delay holds it back.
+    ///
+    /// Dropping the future while it waits gives back all that the request was charged, and those
+    /// behind it move up. Waiting needs a tokio runtime with its timer enabled.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] if the request may not go on; it was charged nothing then.
+    pub async fn ready(&self, request: &R) -> Result<Decision, Rejection> {
+        self.needs_no_permit()?;
+        self.acquire(request).await.map(|(decision, _)| decision)
+    }
+
+    /// Decides a request, waits for its turn and for a slot where policies have it wait, and holds the
+    /// slots that it takes: keep the permit for as long as the request is in flight.
+    ///
+    /// Dropping the future while it waits gives everything back. Waiting needs a tokio runtime with its
+    /// timer enabled.
+    ///
+    /// ```
+    /// use tollgate::{Limiter, Policy, key::Key};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() {
+    /// let limiter = Limiter::<str>::builder()
+    ///     .key(|tenant: &str| Key::from(tenant))
+    ///     .policy(Policy::concurrency("jobs", 1))
+    ///     .build()
+    ///     .unwrap();
+    ///
+    /// let (_, permit) = limiter.acquire("acme").await.unwrap();
+    /// assert!(limiter.acquire("acme").await.is_err());
+    /// drop(permit);
+    /// assert!(limiter.acquire("acme").await.is_ok());
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] if the request may not go on; it was charged nothing and holds nothing then.
+    pub async fn acquire(&self, request: &R) -> Result<(Decision, Permit), Rejection> {
+        let admitted = match self.ask(request, Mode::Charge, true) {
+            Some(deciding) => deciding.await?,
+            None => {
+                let mut extras = Extras::default();
+                match self.admit(request, &mut extras) {
+                    Ok(decision) => Admitted { decision, turn: extras.turn, permit: extras.permit },
+                    Err(rejection) => match extras.deciding {
+                        Some(deciding) => deciding.await?,
+                        None => return Err(rejection),
+                    },
+                }
+            }
+        };
+        if let Some(turn) = admitted.turn {
+            turn.await;
+        }
+        Ok((admitted.decision, admitted.permit.unwrap_or_default()))
+    }
+
+    /// [`acquire`](Self::acquire) without waiting: neither for a turn, which the decision's
+    /// [`delay`](Decision::delay) tells, nor for a slot.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] if the request may not go on now; it was charged nothing and holds nothing then. So it
+    /// is if the state is in Redis.
+    pub fn try_acquire(&self, request: &R) -> Result<(Decision, Permit), Rejection> {
+        self.needs_no_answer()?;
+        let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
+        self.write_bill(request, &mut bill, &mut outcomes)?;
+        let acquired = self.shared.acquire(&bill, &mut outcomes, Mode::Charge, None);
+        let admitted = self.conclude(outcomes, acquired, None)?;
+        Ok((admitted.decision, admitted.permit.unwrap_or_default()))
+    }
+
+    /// How many slots of a policy are held in this process, by all keys together. `None` if there is no
+    /// policy of that name that limits concurrency.
+    #[must_use]
+    pub fn in_flight(&self, policy: &str) -> Option<u64> {
+        let slots = self.shared.slots.as_ref()?;
+        slots.position(policy).map(|policy| slots.taken(policy))
+    }
+
+    /// What [`check`](Self::check) would answer now, without charging anything.
+    ///
+    /// What remains is told as it is before the request, not after it.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] if the request could not go on.
+    pub fn peek(&self, request: &R) -> Result<Decision, Rejection> {
+        self.needs_no_answer()?;
+        self.decide(request, Mode::Peek)
+    }
+
+    /// Gives back what `request` was charged by `decision`, as far as it has not come back by
+    /// itself since. For requests that turned out to be free. Give back once, and only decisions that
+    /// were charged: those of a `peek` were not.
+    ///
+    /// Where several are given back out of order, a bucket may count some of it as not come back yet,
+    /// so that up to one burst more passes.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] if the key of the request can no longer be found, or a policy's function fails.
+    pub fn refund(&self, request: &R, decision: &Decision) -> Result<(), Rejection> {
+        self.needs_no_answer()?;
+        let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
+        self.write_bill(request, &mut bill, &mut outcomes)?;
+        self.give_back(&bill, &mut outcomes, decision);
+        Ok(())
+    }
+
+    /// Gives back what was charged by `decision` in this process.
+    fn give_back(&self, bill: &Bill, outcomes: &mut [Outcome], decision: &Decision) {
+        Self::recall(outcomes, decision);
+        let Shared { store, clock, lines, .. } = &*self.shared;
+        let mut refund = || store.refund(bill, outcomes, clock.now_us(), decision.time_us);
+        match lines {
+            None => drop(refund()),
+            Some(lines) => lines.give_back(bill, decision.time_us + decision.delay_us, refund),
+        }
+    }
+
+    /// What was charged by `decision`, in place of what would be charged now.
+    fn recall(outcomes: &mut [Outcome], decision: &Decision) {
+        for outcome in outcomes {
+            let charged = decision.outcomes.iter().find(|charged| charged.policy == outcome.policy);
+            outcome.cost = charged.map_or(0, |charged| charged.cost);
+            if let Some(charged) = charged {
+                let same_quota = charged.quota == outcome.quota;
+                // By another quota, what remained then says nothing: as if it was all there was.
+                outcome.remaining = if same_quota { charged.remaining } else { u64::MAX };
+                outcome.reset_us = if same_quota { charged.reset_us } else { 0 };
+            }
+        }
+    }
+
+    /// Forgets what is known of the keys of `request`: they are as good as new.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] if the request has no key, or a policy's function fails.
+    pub fn reset(&self, request: &R) -> Result<(), Rejection> {
+        self.needs_no_answer()?;
+        let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
+        self.write_bill(request, &mut bill, &mut outcomes)?;
+        self.shared.store.reset(&bill);
+        Ok(())
+    }
+
+    /// [`check`](Self::check), wherever the state is.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] if the request may not go on; it was charged nothing then.
+    pub async fn check_async(&self, request: &R) -> Result<Decision, Rejection> {
+        self.needs_no_permit()?;
+        match self.ask(request, Mode::Charge, false) {
+            Some(deciding) => deciding.await.map(|admitted| admitted.decision),
+            None => self.check(request),
+        }
+    }
+
+    /// [`peek`](Self::peek), wherever the state is.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] if the request could not go on.
+    pub async fn peek_async(&self, request: &R) -> Result<Decision, Rejection> {
+        match self.ask(request, Mode::Peek, false) {
+            Some(deciding) => deciding.await.map(|admitted| admitted.decision),
+            None => self.peek(request),
+        }
+    }
+
+    /// [`refund`](Self::refund), wherever the state is.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] as for `refund`, and if the store does not answer; then it may or may not have
+    /// been given back.
+    pub async fn refund_async(&self, request: &R, decision: &Decision) -> Result<(), Rejection> {
+        #[cfg(feature = "redis")]
+        if let Some(remote) = &self.shared.remote {
+            let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
+            self.write_bill(request, &mut bill, &mut outcomes)?;
+            if decision.stood_in {
+                if let Ok(mut rest) = remote.fall_back(&bill, &outcomes) {
+                    self.give_back(&rest.bill, &mut rest.outcomes, decision);
+                }
+                return Ok(());
+            }
+            Self::recall(&mut outcomes, decision);
+            let refunded = remote.refund(&bill, &outcomes, decision.time_us).await;
+            return refunded.ok_or_else(|| self.unavailable(remote.first_policy()));
+        }
+        self.refund(request, decision)
+    }
+
+    /// [`reset`](Self::reset), wherever the state is.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejection`] as for `reset`, and if the store does not answer.
+    pub async fn reset_async(&self, request: &R) -> Result<(), Rejection> {
+        #[cfg(feature = "redis")]
+        if let Some(remote) = &self.shared.remote {
+            let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
+            self.write_bill(request, &mut bill, &mut outcomes)?;
+            let reset = remote.reset(&bill, &outcomes).await;
+            return reset.ok_or_else(|| self.unavailable(remote.first_policy()));
+        }
+        self.reset(request)
+    }
+
+    /// How many keys are kept in this process at the moment.
+    #[must_use]
+    pub fn tracked_keys(&self) -> usize {
+        self.shared.store.tracked_keys()
+    }
+
+    /// Decides a request at once. One that has to wait gets a place in line, and what it waits for, and
+    /// what it holds, is in `extras`.
+    #[inline]
+    pub(crate) fn admit(&self, request: &R, extras: &mut Extras) -> Result<Decision, Rejection> {
+        let Shared { lines, slots, .. } = &*self.shared;
+        if lines.is_none() && slots.is_none() {
+            self.decide(request, Mode::Charge)
+        } else {
+            self.admit_to_lines(request, extras)
+        }
+    }
+
+    #[inline(never)]
+    fn admit_to_lines(&self, request: &R, extras: &mut Extras) -> Result<Decision, Rejection> {
+        let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
+        self.write_bill(request, &mut bill, &mut outcomes)?;
+        match self.decide_here(bill.clone(), outcomes.clone(), None) {
+            Ok(admitted) => {
+                (extras.turn, extras.permit) = (admitted.turn, admitted.permit);
+                Ok(admitted.decision)
+            }
+            Err(rejection) => {
+                if let Some(place) = self.line_up(&rejection, &bill, None) {
+                    let waiting =
+                        self.clone().wait_for_slots(place, bill, outcomes, rejection.clone());
+                    extras.deciding = Some(Box::pin(waiting));
+                }
+                Err(rejection)
+            }
+        }
+    }
+
+    /// Decides a bill by the state of this process. `place` is that of the request in the line for a slot.
+    fn decide_here(
+        &self,
+        bill: Bill,
+        mut outcomes: Outcomes,
+        place: Option<&Place>,
+    ) -> Result<Admitted, Rejection> {
+        let shared = &self.shared;
+        let mut acquired = Acquired::default();
+        let mut acquire = |outcomes: &mut [Outcome]| {
+            acquired = shared.acquire(&bill, outcomes, Mode::Charge, place);
+            acquired.admitted.then_some(acquired.time_us)
+        };
+        let turn = match &shared.lines {
+            None => {
+                acquire(&mut outcomes);
+                None
+            }
+            Some(lines) => {
+                let places = lines.join(Counted::Here, &bill, &mut outcomes, acquire);
+                (!places.is_empty()).then(|| {
+                    let charged = (bill.clone(), outcomes.clone());
+                    let refund = self.refund_here(acquired.time_us);
+                    Box::new(Turn::new(lines, places, &shared.clock, charged, refund))
+                })
+            }
+        };
+        self.conclude(outcomes, acquired, turn)
+    }
+
+    /// What comes of a bill.
+    fn conclude(
+        &self,
+        mut outcomes: Outcomes,
+        Acquired { admitted, time_us, held }: Acquired,
+        turn: Option<Box<Turn>>,
+    ) -> Result<Admitted, Rejection> {
+        let shared = &self.shared;
+        let delay_us = outcomes.iter().map(|outcome| outcome.delay_us).max().unwrap_or(0);
+        shared.stack.sort(&mut outcomes);
+        if !admitted {
+            return Err(Rejection::of_limits(outcomes, time_us));
+        }
+        let decision = Decision { time_us, delay_us, outcomes, ..Decision::open() };
+        Ok(Admitted { decision, turn, permit: held.map(Permit::from) })
+    }
+
+    /// A place in line for a request that was rejected for nothing but slots, if there is one and it
+    /// has none.
+    fn line_up(&self, rejection: &Rejection, bill: &Bill, place: Option<Place>) -> Option<Place> {
+        let slots = self.shared.slots.as_ref()?;
+        let mut full = None;
+        for outcome in rejection.outcomes.iter().filter(|outcome| !outcome.is_admitted()) {
+            let of_outcome = |slot: &&Slot| slots.plan(slot.policy).name == outcome.policy;
+            let slot = bill.slots.iter().find(of_outcome)?;
+            if outcome.verdict != Verdict::Full {
+                return None;
+            }
+            full = full.or(Some(slot));
+        }
+        let full = full?;
+        match place {
+            Some(place) if place.is_for(full) => Some(place),
+            _ => slots.join(full, &self.shared.clock),
+        }
+    }
+
+    /// Waits until there are slots for a request, or its time is up.
+    async fn wait_for_slots(
+        self,
+        mut place: Place,
+        bill: Bill,
+        outcomes: Outcomes,
+        mut rejection: Rejection,
+    ) -> Result<Admitted, Rejection> {
+        loop {
+            if !self.called(&mut place).await {
+                return Err(rejection);
+            }
+            let again = (bill.clone(), outcomes.clone());
+            rejection = match self.decide_again(again, &place).await {
+                Ok(admitted) => return Ok(admitted),
+                Err(rejection) => rejection,
+            };
+            place = match self.line_up(&rejection, &bill, Some(place)) {
+                Some(place) => place,
+                None => return Err(rejection),
+            };
+        }
+    }
+
+    /// Waits to be called to look again for a slot. False if the time for that is up.
+    async fn called(&self, place: &mut Place) -> bool {
+        let mut look_again = self.asks_elsewhere().then(|| self.shared.clock.sleep(LOOK_AGAIN_US));
+        poll_fn(|cx| {
+            if place.poll_called(cx).is_ready() {
+                return Poll::Ready(true);
+            }
+            if place.poll_time_up(cx).is_ready() {
+                return Poll::Ready(false);
+            }
+            match &mut look_again {
+                Some(sleep) if place.is_first() => sleep.poll(cx).map(|()| true),
+                _ => Poll::Pending,
+            }
+        })
+        .await
+    }
+
+    async fn decide_again(
+        &self,
+        (bill, outcomes): (Bill, Outcomes),
+        place: &Place,
+    ) -> Result<Admitted, Rejection> {
+        #[cfg(feature = "redis")]
+        if self.asks_elsewhere() {
+            return self.decide_elsewhere(bill, outcomes, Mode::Charge, true, Some(place)).await;
+        }
+        self.decide_here(bill, outcomes, Some(place))
+    }
+
+    /// Gives back what was charged in this process at `time_us`.
+    fn refund_here(&self, time_us: u64) -> Refund {
+        let limiter = self.clone();
+        Box::new(move |bill, outcomes| {
+            let shared = &limiter.shared;
+            shared.store.refund(bill, outcomes, shared.clock.now_us(), time_us)
+        })
+    }
+
+    /// Whether the state is elsewhere.
+    pub(crate) fn asks_elsewhere(&self) -> bool {
+        #[cfg(feature = "redis")]
+        return self.shared.remote.is_some();
+        #[cfg(not(feature = "redis"))]
+        false
+    }
+
+    /// The first policy that limits concurrency.
+    #[cfg(feature = "tonic")]
+    pub(crate) fn holder(&self) -> Option<&'static str> {
+        self.shared.slots.as_ref().map(|slots| slots.plan(0).name)
+    }
+
+    /// Refuses what returns no permit, where requests hold some.
+    #[inline]
+    fn needs_no_permit(&self) -> Result<(), Rejection> {
+        match &self.shared.slots {
+            None => Ok(()),
+            Some(slots) => Err(self.holds_slots(slots.plan(0).name)),
+        }
+    }
+
+    #[cold]
+    fn holds_slots(&self, policy: &'static str) -> Rejection {
+        let message = "requests hold slots until they are over; call `acquire`, or `try_acquire`";
+        self.rejection(Reason::Faulty { policy, message: message.to_owned() })
+    }
+
+    /// Refuses what cannot wait for a store that is elsewhere.
+    #[inline]
+    fn needs_no_answer(&self) -> Result<(), Rejection> {
+        #[cfg(feature = "redis")]
+        if let Some(remote) = &self.shared.remote {
+            let message =
+                "the state is in Redis; call the method of this name that ends in `_async`";
+            let reason =
+                Reason::Faulty { policy: remote.first_policy(), message: message.to_owned() };
+            return Err(self.rejection(reason));
+        }
+        Ok(())
+    }
+
+    fn rejection(&self, reason: Reason) -> Rejection {
+        Rejection { reason, time_us: self.shared.clock.now_us(), outcomes: Outcomes::new() }
+    }
+
+    pub(crate) fn stack(&self) -> &Stack<R> {
+        &self.shared.stack
+    }
+
+    #[inline]
+    fn decide(&self, request: &R, mode: Mode) -> Result<Decision, Rejection> {
+        // A decision is large: it is written where the caller wants it, and not moved.
+        let mut result = Ok(Decision::open());
+        if let Ok(decision) = &mut result
+            && let Err(rejection) = self.fill_in(decision, request, mode)
+        {
+            result = Err(rejection);
+        }
+        result
+    }
+
+    #[inline]
+    fn fill_in(&self, decision: &mut Decision, request: &R, mode: Mode) -> Result<(), Rejection> {
+        let Decision { time_us, delay_us, outcomes, .. } = decision;
+        let mut bill = Bill::default();
+        self.write_bill(request, &mut bill, outcomes)?;
+        let acquired = self.shared.acquire(&bill, outcomes, mode, None);
+        let admitted = acquired.admitted;
+        *time_us = acquired.time_us;
+        self.shared.stack.sort(outcomes);
+        if !admitted {
+            return Err(Rejection::of_limits(mem::take(outcomes), *time_us));
+        }
+        if self.shared.lines.is_some() {
+            *delay_us = outcomes.iter().map(|outcome| outcome.delay_us).max().unwrap_or(0);
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn write_bill(
+        &self,
+        request: &R,
+        bill: &mut Bill,
+        outcomes: &mut Outcomes,
+    ) -> Result<(), Rejection> {
+        let written = self.shared.stack.bill(request, bill, outcomes);
+        written.map_err(|reason| self.rejection(*reason))
+    }
+}
+
+impl<R: ?Sized + 'static> Limiter<R> {
+    /// Starts to decide a request, if the state is elsewhere. It stands in line only if it `waits`.
+    #[cfg(not(feature = "redis"))]
+    #[expect(clippy::unused_self, reason = "the state is here")]
+    pub(crate) fn ask(&self, _request: &R, _mode: Mode, _waits: bool) -> Option<Deciding> {
+        None
+    }
+}
+
+impl<R: ?Sized + 'static> Shared<R> {
+    /// Asks for all that a bill is for. This is where a decision reads the time, once.
+    #[inline]
+    fn acquire(
+        &self,
+        bill: &Bill,
+        outcomes: &mut [Outcome],
+        mode: Mode,
+        place: Option<&Place>,
+    ) -> Acquired {
+        let time_us = self.clock.now_us();
+        match &self.slots {
+            Some(slots) if !bill.slots.is_empty() => {
+                self.acquire_slots(slots, bill, outcomes, mode, place, time_us)
+            }
+            _ => {
+                let admitted = self.store.acquire(bill, outcomes, time_us, mode);
+                Acquired { admitted, time_us, held: None }
+            }
+        }
+    }
+
+    #[inline(never)]
+    fn acquire_slots(
+        &self,
+        slots: &Arc<Slots>,
+        bill: &Bill,
+        outcomes: &mut [Outcome],
+        mode: Mode,
+        place: Option<&Place>,
+        time_us: u64,
+    ) -> Acquired {
+        let (rates, held) = outcomes.split_at_mut(bill.charges.len());
+        let taken = slots.take(&bill.slots, held, mode, place, |fit| {
+            // What rates have to say is told in any case.
+            let mode = if fit { mode } else { Mode::Peek };
+            self.store.acquire(bill, rates, time_us, mode)
+        });
+        let held = taken.map(|taken| Held::new(slots, taken));
+        Acquired { admitted: held.is_some(), time_us, held }
+    }
+}
+
+impl<R: ?Sized> Clone for Limiter<R> {
+    fn clone(&self) -> Self {
+        Self { shared: self.shared.clone() }
+    }
+}
+
+impl<R: ?Sized> fmt::Debug for Limiter<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Limiter")
+            .field("clock", &self.shared.clock)
+            .field("store", &self.shared.store)
+            .finish_non_exhaustive()
+    }
+}

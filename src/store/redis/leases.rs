@@ -1,0 +1,339 @@
+//! Leases: slots in Redis that requests of this instance hold.
+//!
+//! A lease is taken by the call that decides its request. A task makes all of them last, in batches, for as
+//! long as their requests take, and ends them when those are over. A request that is over only leaves a
+//! note, so it needs no runtime and never waits. If this process dies, its leases run out.
+
+use super::{
+    Shared,
+    codec::{self, HeldSlots, LeaseId},
+    error::StoreError,
+    scripts::LEASES,
+};
+use parking_lot::Mutex;
+use redis::Value;
+use std::{
+    collections::HashMap,
+    fmt,
+    hash::{BuildHasher, RandomState},
+    mem,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use tokio::{
+    runtime::Handle,
+    sync::Notify,
+    time::{Instant, sleep, timeout_at},
+};
+
+/// How the leases of an instance are doing, see
+/// [`RedisStore::leases`](super::RedisStore::leases).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LeaseHealth {
+    /// How many requests hold slots on leases now.
+    pub held: usize,
+    /// How many leases had run out, or were forgotten by the server, before they were made to last. They hold
+    /// their slots again since, so there may have been more requests in flight than the limit.
+    pub lost: u64,
+}
+
+pub(super) struct Leases {
+    length: Duration,
+    /// What ids are made from.
+    seed: RandomState,
+    last_id: AtomicU64,
+    book: Mutex<Book>,
+    /// Told when there is something to end.
+    ended: Notify,
+    lost: AtomicU64,
+}
+
+#[derive(Default)]
+struct Book {
+    held: HashMap<LeaseId, Entry>,
+    /// What is to end.
+    ending: Vec<(LeaseId, HeldSlots)>,
+    /// What may have been taken after it was ended, and so is to end once more.
+    ending_later: Vec<(LeaseId, HeldSlots)>,
+    is_kept: bool,
+}
+
+struct Entry {
+    slots: Box<[HeldSlots]>,
+    was_lost: Arc<AtomicBool>,
+}
+
+/// The most leases in a call: the server does nothing else meanwhile.
+const BATCH: usize = 500;
+
+/// How often leases are made to last within the length of one.
+const RENEWALS: u32 = 3;
+
+/// How soon a call that failed is made again.
+const PAUSE: Duration = Duration::from_millis(100);
+
+impl Leases {
+    pub(super) fn new(length: Duration) -> Self {
+        Self {
+            length,
+            seed: RandomState::new(),
+            last_id: AtomicU64::new(0),
+            book: Mutex::default(),
+            ended: Notify::new(),
+            lost: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn length_us(&self) -> u64 {
+        self.length.as_micros() as u64
+    }
+
+    /// An id that nobody else has: a keyed hash of a count, under a key of the process's own.
+    pub(super) fn new_id(&self) -> LeaseId {
+        let number = self.last_id.fetch_add(1, Relaxed);
+        let mut id = [0; 16];
+        for (half, bytes) in id.chunks_exact_mut(8).enumerate() {
+            bytes.copy_from_slice(&self.seed.hash_one((number, half)).to_le_bytes());
+        }
+        id
+    }
+
+    pub(super) fn health(&self) -> LeaseHealth {
+        LeaseHealth { held: self.book.lock().held.len(), lost: self.lost.load(Relaxed) }
+    }
+}
+
+/// Slots that a request holds, or has asked for. Dropping it ends the lease.
+pub(crate) struct Lease {
+    store: Arc<Shared>,
+    id: LeaseId,
+    stage: Stage,
+    was_lost: Arc<AtomicBool>,
+}
+
+enum Stage {
+    /// The server may or may not have given them.
+    Asked(Box<[HeldSlots]>),
+    Held,
+    Refused,
+}
+
+impl Lease {
+    pub(super) fn ask(store: &Arc<Shared>, id: LeaseId, slots: Box<[HeldSlots]>) -> Self {
+        let stage = Stage::Asked(slots);
+        Self { store: store.clone(), id, stage, was_lost: Arc::default() }
+    }
+
+    /// The server has given the slots.
+    pub(super) fn hold(&mut self) {
+        if let Stage::Asked(slots) = mem::replace(&mut self.stage, Stage::Held) {
+            let entry = Entry { slots, was_lost: self.was_lost.clone() };
+            self.store.leases.book.lock().held.insert(self.id, entry);
+            self.keep();
+        }
+    }
+
+    /// The server has given nothing.
+    pub(super) fn refuse(mut self) {
+        self.stage = Stage::Refused;
+    }
+
+    /// Whether the server forgot it for a while.
+    pub(crate) fn was_lost(&self) -> bool {
+        self.was_lost.load(Relaxed)
+    }
+
+    /// Sees to it that somebody keeps the leases, if there is a runtime to do so.
+    fn keep(&self) {
+        let Ok(runtime) = Handle::try_current() else {
+            return;
+        };
+        let mut book = self.store.leases.book.lock();
+        if !mem::replace(&mut book.is_kept, true) {
+            drop(book);
+            // A runtime that is shut down drops the task here and now.
+            runtime.spawn(
+                Keeper { store: self.store.clone(), failing_since: None, is_done: false }.run(),
+            );
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let leases = &self.store.leases;
+        let mut book = leases.book.lock();
+        match mem::replace(&mut self.stage, Stage::Refused) {
+            Stage::Held => {
+                if let Some(entry) = book.held.remove(&self.id) {
+                    book.ending.extend(entry.slots.iter().map(|slots| (self.id, *slots)));
+                }
+            }
+            Stage::Asked(slots) => {
+                let ending = slots.iter().map(|slots| (self.id, *slots));
+                book.ending.extend(ending.clone());
+                book.ending_later.extend(ending);
+            }
+            Stage::Refused => return,
+        }
+        drop(book);
+        leases.ended.notify_one();
+        self.keep();
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease").finish_non_exhaustive()
+    }
+}
+
+/// The task that keeps the leases, while there are any.
+struct Keeper {
+    store: Arc<Shared>,
+    /// Since when calls have failed.
+    failing_since: Option<Instant>,
+    is_done: bool,
+}
+
+impl Keeper {
+    async fn run(mut self) {
+        let store = self.store.clone();
+        let Leases { length, ended, book, .. } = &store.leases;
+        let mut renewal = Instant::now() + *length / RENEWALS;
+        loop {
+            let _ = timeout_at(renewal, ended.notified()).await;
+            let mut done = self.end().await;
+            if Instant::now() >= renewal {
+                done &= self.renew().await;
+                renewal = Instant::now() + if done { *length / RENEWALS } else { PAUSE };
+            }
+            if done {
+                self.failing_since = None;
+            } else {
+                let since = *self.failing_since.get_or_insert_with(Instant::now);
+                if since.elapsed() > *length {
+                    // Whatever the server still knew of has run out by now.
+                    book.lock().ending.clear();
+                }
+                sleep(PAUSE).await;
+            }
+            if self.is_idle() {
+                self.is_done = true;
+                return;
+            }
+        }
+    }
+
+    /// Ends what is to end.
+    async fn end(&self) -> bool {
+        let book = &self.store.leases.book;
+        loop {
+            let batch = {
+                let ending = &mut book.lock().ending;
+                let count = ending.len().min(BATCH);
+                ending.drain(..count).collect::<Vec<_>>()
+            };
+            if batch.is_empty() {
+                return true;
+            }
+            if self.call(&[], &batch).await.is_none() {
+                book.lock().ending.extend(batch);
+                return false;
+            }
+        }
+    }
+
+    /// Makes all leases last.
+    async fn renew(&self) -> bool {
+        let leases = &self.store.leases;
+        let (held, later) = {
+            let mut book = leases.book.lock();
+            let of_entry = |(id, entry): (&LeaseId, &Entry)| {
+                let id = *id;
+                entry.slots.to_vec().into_iter().map(move |slots| (id, slots))
+            };
+            let held: Vec<_> = book.held.iter().flat_map(of_entry).collect();
+            (held, mem::take(&mut book.ending_later))
+        };
+        leases.book.lock().ending.extend(later);
+        let mut done = true;
+        for batch in held.chunks(BATCH) {
+            // Those that ended meanwhile must not be taken anew.
+            let batch: Vec<_> = {
+                let book = leases.book.lock();
+                batch.iter().filter(|(id, _)| book.held.contains_key(id)).copied().collect()
+            };
+            match self.call(&batch, &[]).await {
+                Some(lost) => self.note_lost(lost.into_iter().filter_map(|index| batch.get(index))),
+                None => done = false,
+            }
+        }
+        done & self.end().await
+    }
+
+    fn note_lost<'a>(&self, lost: impl Iterator<Item = &'a (LeaseId, HeldSlots)>) {
+        let leases = &self.store.leases;
+        let book = leases.book.lock();
+        let mut count = 0;
+        for (id, _) in lost {
+            count += 1;
+            if let Some(entry) = book.held.get(id) {
+                entry.was_lost.store(true, Relaxed);
+            }
+        }
+        drop(book);
+        if count > 0 {
+            leases.lost.fetch_add(count, Relaxed);
+            tracing::warn!(
+                target: "tollgate",
+                count,
+                "leases of requests in flight had run out: for a while, others could have their slots"
+            );
+        }
+    }
+
+    async fn call(
+        &self,
+        lasting: &[(LeaseId, HeldSlots)],
+        ending: &[(LeaseId, HeldSlots)],
+    ) -> Option<Vec<usize>> {
+        let Shared { server, guard, prefix, leases, .. } = &*self.store;
+        let push_args = |command: &mut _| {
+            codec::push_leases(command, prefix, leases.length_us(), lasting, ending);
+        };
+        let call = async {
+            match server.run(&LEASES, push_args).await? {
+                Value::BulkString(reply) => {
+                    codec::read_lost(&reply).ok_or_else(StoreError::unreadable)
+                }
+                _ => Err(StoreError::unreadable()),
+            }
+        };
+        guard.call(call).await
+    }
+
+    /// Whether there is nothing to keep. Then this task is over.
+    fn is_idle(&self) -> bool {
+        let mut book = self.store.leases.book.lock();
+        let Book { held, ending, ending_later, is_kept } = &mut *book;
+        let is_idle = held.is_empty() && ending.is_empty() && ending_later.is_empty();
+        if is_idle {
+            *is_kept = false;
+        }
+        is_idle
+    }
+}
+
+impl Drop for Keeper {
+    /// If it is not done, its runtime was shut down, or it panicked. The next request has another one.
+    fn drop(&mut self) {
+        if !self.is_done {
+            self.store.leases.book.lock().is_kept = false;
+        }
+    }
+}
