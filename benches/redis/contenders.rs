@@ -30,7 +30,7 @@ pub(crate) fn ample(policies: usize) -> Vec<Quota> {
 }
 
 /// The key of a caller.
-fn key(caller: usize) -> String {
+pub(crate) fn key(caller: usize) -> String {
     format!("customer:{caller:011}")
 }
 

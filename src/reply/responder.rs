@@ -131,7 +131,7 @@ mod tests {
     use crate::{
         decision::{Reason, Verdict},
         key::KeyError,
-        reply::LegacyReset,
+        reply::{GrpcCode, LegacyReset},
     };
     use http::header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
     use proptest::{collection::vec, prelude::*};
@@ -285,7 +285,7 @@ mod tests {
         for (wait_us, told) in
             [(199_000, "1"), (0, "1"), (1, "1"), (SECOND, "1"), (SECOND + 1, "2")]
         {
-            let outcome = waiting("a", allotment(1, 0), wait_us);
+            let outcome = waiting("a", allotment(1, 1), wait_us);
             let response = reject(both(), &rejection(Reason::Limited, [outcome]));
             assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
             assert_eq!(response.headers()[RETRY_AFTER], told, "{wait_us}");
@@ -572,7 +572,8 @@ mod tests {
         let rejection = rejection(Reason::Limited, [outcome]);
         let policies = [(outcome.policy, outcome.quota)];
         for (limited, code) in [(GrpcCode::ResourceExhausted, "8"), (GrpcCode::Unavailable, "14")] {
-            let responder = Responder::new(Headers::default(), limited, policies);
+            let codes = GrpcCodes { limited, ..GrpcCodes::default() };
+            let responder = Responder::new(Headers::default(), codes, policies);
             let response = responder.reject(&rejection, &call("application/grpc+proto"));
             assert_eq!(response.status(), StatusCode::OK);
             assert!(response.body().is_empty());

@@ -1,7 +1,7 @@
 //! Instances that share limits in a store on a server.
 
 use super::{ms, secs, server::Server};
-use std::{collections::HashMap, fmt::Debug, future::Future};
+use std::{collections::HashMap, fmt::Debug};
 use tokio::{
     task::JoinSet,
     time::{Instant, sleep},
@@ -75,10 +75,7 @@ pub(crate) async fn left(limiter: &Limiter<str>, user: &str, policy: &str) -> u6
 
 /// Waits until something is true. The time is long, for busy machines; it is there to find what never
 /// comes true.
-pub(crate) async fn until<F>(what: &str, mut condition: impl FnMut() -> F)
-where
-    F: Future<Output = bool>,
-{
+pub(crate) async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     let end = Instant::now() + secs(20);
     while !condition().await {
         assert!(Instant::now() < end, "it does not come true: {what}");
