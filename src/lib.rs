@@ -97,6 +97,7 @@
 mod algorithm;
 mod body;
 mod clock;
+mod concurrency;
 mod decision;
 mod future;
 #[cfg(feature = "tonic")]
@@ -121,6 +122,7 @@ pub use clock::Clock;
 #[cfg(any(test, feature = "test-util"))]
 #[cfg_attr(docsrs, doc(cfg(feature = "test-util")))]
 pub use clock::ManualClock;
+pub use concurrency::{Adaptive, AdaptiveBuilder, AdaptiveError};
 pub use decision::{Decision, Outcome, Reason, Rejection};
 pub use future::{CallFuture, ResponseFuture};
 #[cfg(feature = "tonic")]
