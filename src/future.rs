@@ -234,7 +234,9 @@ where
         }
         let mut response = match ready!(this.state.poll(cx)) {
             Outcome::Ran(response, permit) => {
-                response?.map(|body| ResponseBody::inner(body, permit))
+                let response = response?;
+                permit.iter().for_each(Permit::answered);
+                response.map(|body| ResponseBody::inner(body, permit))
             }
             Outcome::Rejected(response) => response.map(ResponseBody::reply),
         };
@@ -284,7 +286,12 @@ where
             return Poll::Ready(Err(CallError::Rejected(Box::new(rejection))));
         }
         Poll::Ready(match ready!(state.poll(cx)) {
-            Outcome::Ran(result, _permit) => result.map_err(CallError::Inner),
+            Outcome::Ran(result, permit) => {
+                if result.is_ok() {
+                    permit.iter().for_each(Permit::answered);
+                }
+                result.map_err(CallError::Inner)
+            }
             Outcome::Rejected(rejection) => Err(CallError::Rejected(Box::new(rejection))),
         })
     }

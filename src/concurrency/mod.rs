@@ -18,6 +18,23 @@
 //! A request that finds no slot free is turned away with 429, and asked to come back in a second: nobody
 //! knows when a slot will be free. With a [queue](crate::Policy::queue) it waits for its turn first.
 //!
+//! # Limits that find themselves
+//!
+//! Nobody has to know how many requests a service can do at once: an [`Adaptive`] limit finds that out by
+//! latency, from the call of the inner service to the head of the response. It is one number for all
+//! keys, so such a policy is best keyed by [`Global`](crate::key::Global), or by route.
+//!
+//! ```
+//! use tollgate::{Policy, RateLimitLayer, concurrency::Adaptive, key::Global};
+//!
+//! let found = Adaptive::builder().max(500).build()?;
+//! let layer = RateLimitLayer::builder()
+//!     .policy(Policy::concurrency("capacity", found.clone()).key(Global))
+//!     .build()?;
+//! println!("{} at a time", found.limit());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! # For a fleet
 //!
 //! With [a store in Redis](crate::redis) slots are those of the fleet, and a permit is a lease: it ends when it is released, and if
@@ -34,10 +51,12 @@
 //!
 //! [`Limiter::acquire`](crate::Limiter::acquire) gives out [`Permit`]s, which hold their slots until they are dropped.
 
+mod adaptive;
 mod limit;
 mod permit;
 mod slots;
 
+pub use adaptive::{Adaptive, AdaptiveBuilder, AdaptiveError};
 pub use limit::Limit;
 pub use permit::{HeldPermits, Permit};
 

@@ -42,16 +42,25 @@ pub struct HeldPermits(Vec<Weak<Held>>);
 pub(crate) struct Held {
     /// In this process, and where that is.
     taken: Option<(Arc<Slots>, Taken)>,
+    since_us: u64,
+    /// Whether the request is answered when this is dropped, rather than before, if at all.
+    until_dropped: bool,
     /// In the fleet.
     #[cfg(feature = "redis")]
     lease: Option<Lease>,
 }
 
 impl Held {
-    pub(crate) fn new(slots: &Arc<Slots>, taken: Taken) -> Self {
+    pub(crate) fn new(slots: &Arc<Slots>, taken: Taken, since_us: u64) -> Self {
         let mut held = Self::default();
-        held.taken = Some((slots.clone(), taken));
+        (held.taken, held.since_us) = (Some((slots.clone(), taken)), since_us);
         held
+    }
+
+    fn answered(&self) {
+        if let Some((slots, taken)) = &self.taken {
+            slots.answered(taken, self.since_us);
+        }
     }
 }
 
@@ -73,6 +82,9 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
+        if self.until_dropped {
+            self.answered();
+        }
         if let Some((slots, taken)) = &self.taken {
             taken.iter().for_each(|(slot, _)| slots.release(slot));
         }
@@ -88,6 +100,20 @@ impl Permit {
     #[must_use]
     pub fn was_lost(&self) -> bool {
         self.0.lease.as_ref().is_some_and(Lease::was_lost)
+    }
+
+    /// The request has been answered, which took as long as it is held now: what comes later is up to the
+    /// client. That of a request that is cancelled says nothing.
+    pub(crate) fn answered(&self) {
+        self.0.answered();
+    }
+
+    /// The request is answered when the permit is dropped. Only for a permit that nobody else has yet.
+    pub(crate) fn until_dropped(mut self) -> Self {
+        if let Some(held) = Arc::get_mut(&mut self.0) {
+            held.until_dropped = true;
+        }
+        self
     }
 
     /// Holds other slots, too. Only for a permit that nobody else has yet.

@@ -1,6 +1,6 @@
 //! Who holds the slots of concurrency limits in this process, and who waits for one.
 
-use super::Limit;
+use super::{Adaptive, Limit};
 use crate::{
     clock::{Clock, Sleep},
     decision::{Outcome, Verdict},
@@ -47,6 +47,9 @@ pub(crate) struct SlotPlan {
 pub(crate) struct Slots {
     shards: Box<[Padded]>,
     plans: Box<[SlotPlan]>,
+    clock: Clock,
+    /// The limits that are found by latency, each with the index of its policy.
+    adaptive: Box<[(u32, Adaptive)]>,
 }
 
 /// A lock on cache lines of its own, so that neighbours don't slow each other down.
@@ -75,9 +78,30 @@ pub(crate) type Taken = SmallVec<[(Slot, u64); 1]>;
 const SHARDS: usize = 64;
 
 impl Slots {
-    pub(crate) fn new(plans: impl IntoIterator<Item = SlotPlan>) -> Self {
+    pub(crate) fn new(plans: Vec<SlotPlan>, clock: &Clock) -> Self {
         let shards = (0..SHARDS).map(|_| Padded::default()).collect();
-        Self { shards, plans: plans.into_iter().collect() }
+        let adaptive = plans.iter().enumerate().filter_map(|(policy, plan)| match &plan.limit {
+            Limit::Adaptive(adaptive) => Some((policy as u32, adaptive.clone())),
+            Limit::Fixed(_) => None,
+        });
+        let adaptive = adaptive.collect();
+        Self { shards, plans: plans.into(), clock: clock.clone(), adaptive }
+    }
+
+    /// Requests that started at that time have been answered.
+    pub(crate) fn answered(&self, taken: &Taken, started_us: u64) {
+        for (policy, adaptive) in &self.adaptive {
+            for (_, in_flight) in taken.iter().filter(|(slot, _)| slot.policy == *policy) {
+                adaptive.sample(self.clock.now_us(), started_us, *in_flight);
+            }
+        }
+    }
+
+    /// Limits that are found by latency may have to be looked at even if nothing is answered.
+    pub(crate) fn at(&self, now_us: u64) {
+        self.adaptive.iter().for_each(|(_, adaptive)| {
+            adaptive.limit_at(now_us);
+        });
     }
 
     /// The index of a policy.
@@ -157,7 +181,7 @@ impl Slots {
     }
 
     /// A place at the end of the line for a slot, if the policy has a line and that has room.
-    pub(crate) fn join(self: &Arc<Self>, slot: &Slot, clock: &Clock) -> Option<Place> {
+    pub(crate) fn join(self: &Arc<Self>, slot: &Slot) -> Option<Place> {
         let (most, max_wait) = self.plan(slot.policy).queue?;
         let mut shard = self.shards[slot.shard()].0.lock();
         let line = &mut shard.entry(slot.id()).or_default().line;
@@ -169,9 +193,8 @@ impl Slots {
         line.push_back(waiter.clone());
         drop(shard);
         let max_wait_us = u64::try_from(max_wait.as_micros()).unwrap_or(u64::MAX);
-        let until_us = clock.now_us().saturating_add(max_wait_us);
-        let (slots, clock) = (self.clone(), clock.clone());
-        Some(Place { slots, slot: *slot, waiter, clock, until_us, sleep: None })
+        let until_us = self.clock.now_us().saturating_add(max_wait_us);
+        Some(Place { slots: self.clone(), slot: *slot, waiter, until_us, sleep: None })
     }
 
     /// How many slots of a policy are taken, of all keys.
@@ -305,7 +328,6 @@ pub(crate) struct Place {
     slots: Arc<Slots>,
     slot: Slot,
     waiter: Arc<Waiter>,
-    clock: Clock,
     /// Until when it waits.
     until_us: u64,
     sleep: Option<Sleep>,
@@ -332,7 +354,8 @@ impl Place {
 
     /// Waits until it has waited for as long as it may.
     pub(crate) fn poll_time_up(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let Self { clock, until_us, sleep, .. } = self;
+        let Self { slots, until_us, sleep, .. } = self;
+        let clock = &slots.clock;
         // Made here, where there is a runtime, if there is any.
         let sleep =
             sleep.get_or_insert_with(|| clock.sleep(until_us.saturating_sub(clock.now_us())));

@@ -101,6 +101,7 @@ impl<R: ?Sized + 'static> LimiterBuilder<R> {
         };
         #[cfg(not(feature = "redis"))]
         let plans = stack.plans();
+        let slots = (!slot_plans.is_empty()).then(|| Arc::new(Slots::new(slot_plans, &self.clock)));
         let shared = Shared {
             store: Local::new(&self.store, &plans),
             stack,
@@ -108,7 +109,7 @@ impl<R: ?Sized + 'static> LimiterBuilder<R> {
             remote,
             clock: self.clock,
             lines,
-            slots: (!slot_plans.is_empty()).then(|| Arc::new(Slots::new(slot_plans))),
+            slots,
         };
         Ok(Limiter { shared: Arc::new(shared) })
     }

@@ -104,6 +104,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let Some(slots) = self.shared.slots.as_ref().filter(|_| !bill.slots.is_empty()) else {
             return Ok(None);
         };
+        let time_us = self.shared.clock.now_us();
+        slots.at(time_us);
         let (here, elsewhere) = (bill.slots_here(), bill.slots_elsewhere());
         let (here_outcomes, other_outcomes) =
             outcomes[bill.charges.len()..].split_at_mut(here.len());
@@ -121,11 +123,10 @@ impl<R: ?Sized + 'static> Limiter<R> {
             // Policies elsewhere were not asked, and have said nothing.
             let waited_for = other_outcomes.iter().filter(|other| other.verdict == Verdict::Full);
             let told = here_outcomes.iter().chain(waited_for).copied().collect();
-            let time_us = self.shared.clock.now_us();
             let rejected = Acquired { admitted: false, time_us, held: None };
             return self.conclude(told, rejected, None).map(|_| None);
         };
-        Ok(Some(Held::new(slots, taken)))
+        Ok(Some(Held::new(slots, taken, time_us)))
     }
 
     /// What a bill would come to by the state of this process.

@@ -179,7 +179,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         if let Some(turn) = admitted.turn {
             turn.await;
         }
-        Ok((admitted.decision, admitted.permit.unwrap_or_default()))
+        Ok((admitted.decision, admitted.permit.unwrap_or_default().until_dropped()))
     }
 
     /// [`acquire`](Self::acquire) without waiting: neither for a turn, which the decision's
@@ -195,7 +195,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         self.write_bill(request, &mut bill, &mut outcomes)?;
         let acquired = self.shared.acquire(&bill, &mut outcomes, Mode::Charge, None);
         let admitted = self.conclude(outcomes, acquired, None)?;
-        Ok((admitted.decision, admitted.permit.unwrap_or_default()))
+        Ok((admitted.decision, admitted.permit.unwrap_or_default().until_dropped()))
     }
 
     /// How many slots of a policy are held in this process, by all keys together. `None` if there is no
@@ -440,7 +440,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let full = full?;
         match place {
             Some(place) if place.is_for(full) => Some(place),
-            _ => slots.join(full, &self.shared.clock),
+            _ => slots.join(full),
         }
     }
 
@@ -641,13 +641,14 @@ impl<R: ?Sized + 'static> Shared<R> {
         place: Option<&Place>,
         time_us: u64,
     ) -> Acquired {
+        slots.at(time_us);
         let (rates, held) = outcomes.split_at_mut(bill.charges.len());
         let taken = slots.take(&bill.slots, held, mode, place, |fit| {
             // What rates have to say is told in any case.
             let mode = if fit { mode } else { Mode::Peek };
             self.store.acquire(bill, rates, time_us, mode)
         });
-        let held = taken.map(|taken| Held::new(slots, taken));
+        let held = taken.map(|taken| Held::new(slots, taken, time_us));
         Acquired { admitted: held.is_some(), time_us, held }
     }
 }

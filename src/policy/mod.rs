@@ -155,7 +155,8 @@ impl<R: ?Sized> Policy<R> {
     #[must_use]
     pub fn concurrency(name: impl Into<Cow<'static, str>>, limit: impl Into<Limit>) -> Self {
         let limit = limit.into();
-        Self::new(name, Counts::InFlight(InFlight { limit, queue: None, per_instance: false }))
+        let per_instance = matches!(limit, Limit::Adaptive(_));
+        Self::new(name, Counts::InFlight(InFlight { limit, queue: None, per_instance }))
     }
 
     fn rate(name: impl Into<Cow<'static, str>>, kind: Kind, quota: Quota) -> Self {

@@ -638,7 +638,7 @@ mod tests {
         fn outcome()(
             policy in proptest::sample::select(vec!["a", "Burst.v2", "per-client_1"]),
             limit in amount(),
-            window_us in span(),
+            window_us in span().prop_map(|span| span.max(1)),
             remaining in amount(),
             cost in 0_u64..5,
             reset_us in span(),
