@@ -76,8 +76,10 @@ local function define_meter_conversion()
     end
     local level = multiply_divide(drops, rule.drops_per_unit, drops_per_unit)
     if level == 0 then return 0, false end
-    -- A level is that of the beginning of a tick, before what has drained in it since.
-    level = level + multiply_divide(now % rule.tick_us, rule.drops_per_tick, rule.tick_us)
+    -- A level is that of the beginning of a tick, before what has drained in it since. What was taken over
+    -- is that of the beginning of one of its own ticks.
+    local since = math.max(now % rule.tick_us - now % tick_us, 0)
+    level = level + multiply_divide(since, rule.drops_per_tick, rule.tick_us)
     local faster = rule.drops_per_tick / rule.drops_per_unit / rule.tick_us
       >= drops_per_tick / drops_per_unit / tick_us
     return math.min(level, rule.countable), level <= rule.countable and faster

@@ -172,8 +172,10 @@ impl Meter {
             *state = State { tick: now, level: 0 };
             return false;
         }
-        // A level is that of the beginning of a tick, before what has drained in it since.
-        let since_us = u128::from(now_us % self.pace.tick_us);
+        // A level is that of the beginning of a tick, before what has drained in it since. What was taken
+        // over is that of the beginning of one of its own ticks.
+        let since_us = (now_us % self.pace.tick_us).saturating_sub(now_us % pace.tick_us);
+        let since_us = u128::from(since_us);
         let drained =
             (since_us * u128::from(self.pace.drops_per_tick)).div_ceil(self.pace.tick_us.into());
         let level = converted + drained;

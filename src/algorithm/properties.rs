@@ -337,6 +337,26 @@ proptest! {
     }
 }
 
+/// Both quotas are counted in the same coarse ticks, and of a present in the middle of one.
+#[test]
+fn what_drained_in_the_present_tick_is_not_counted_twice() {
+    let period = Duration::from_secs(45_792_000);
+    let bucket = Meter::new(&Quota::new(410_191, period)).unwrap();
+    let looser = Meter::new(&Quota::new(44 * 410_191, period)).unwrap();
+    assert_eq!((bucket.pace().tick_us, looser.pace().tick_us), (1_000, 1_000));
+    for into_the_tick_us in [0, 1, 500, 999] {
+        let mut state = meter::State::default();
+        decide(&bucket, &mut state, START_US, 5);
+        let now_us = START_US + into_the_tick_us;
+        let mut changed = state;
+        bucket.settle(&mut state, now_us);
+        looser.take_over(&mut changed, bucket.terms(), now_us);
+        looser.settle(&mut changed, now_us);
+        assert_eq!(bucket.remaining(&state, now_us), 410_191 - 5);
+        assert_eq!(looser.remaining(&changed, now_us), 44 * 410_191 - 5, "{into_the_tick_us}");
+    }
+}
+
 // === windows and logs ===
 
 proptest! {

@@ -270,8 +270,9 @@ impl<R: ?Sized> Policy<R> {
         self
     }
 
-    /// Does not apply to these keys. They must be made like those of the key extractor: an
-    /// [`IpAddr`](std::net::IpAddr) has to have the extractor's prefix. Default: none is exempt.
+    /// Does not apply to these keys. They must be made like those of the key extractor: those of headers
+    /// are bytes, `b"root".as_slice()`, and an [`IpAddr`](std::net::IpAddr) has to have the extractor's
+    /// prefix. Default: none is exempt.
     #[must_use]
     pub fn exempt<K: Into<Key>>(mut self, keys: impl IntoIterator<Item = K>) -> Self {
         self.exempt.extend(keys.into_iter().map(Into::into));
