@@ -3,9 +3,11 @@
 -- KEYS     the identities, then the rings of their sliding logs and the sets of their leases
 -- ARGV[1]  the rules (identity.lua)
 -- ARGV[2]  how many of the keys are identities (2 bytes), whether the server has MSETEX (1); then for
---          each request how many charges it has (2, plus 32768 if it only asks, plus 16384 if the id of
---          its lease follows in 16 more), and for each of those the indices of its identity (2), rule (2)
---          and ring or set (2, or 0) and its cost (1; 255 if it is larger than 254 and follows in 7 more)
+--          each request how many charges it has (2, plus 32768 if it only asks, plus 16384 if it asks for
+--          slots); if it asks for slots, the id of its lease (16), how many other leases are to end before
+--          (1), and for each of those the same three indices as below, its slots (4) and its id (16); then
+--          for each charge the indices of its identity (2), rule (2) and ring or set (2, or 0) and its cost
+--          (1; 255 if it is larger than 254 and follows in 7 more)
 -- ARGV[3]  in tests: the present, in microseconds
 -- RETURNS  numbers of 7 bytes: the present in microseconds; what was told of the states before each
 --          charge; and bits that tell which requests were admitted, 32 to a number, lowest first
@@ -37,8 +39,14 @@ while at <= last do
   at = at + 2
   local lease
   if high % 128 >= 64 then
+    local ended = byte(requests, at + 16)
     lease = string.sub(requests, at, at + 15)
-    at = at + 16
+    at = at + 17
+    for _ = 1, ended do
+      local key, rule, set, slots, id
+      key, rule, set, slots, id, at = unpack('<I2I2I2I4c16', requests, at)
+      rules[rule]:release(key, names[set], slots, id)
+    end
   end
   local admitted = true
   for i = 1, count do

@@ -28,7 +28,6 @@ ending, at = ARGV[2], 1
 while at <= #ending do
   local index, slots, id
   index, slots, id, at = unpack('<I2I4c16', ending, at)
-  call('ZREM', KEYS[index], id)
-  for i = 2, slots do call('ZREM', KEYS[index], id .. pack('<I4', i)) end
+  let_go(KEYS[index], id, slots)
 end
 return table.concat(lost)

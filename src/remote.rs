@@ -8,8 +8,8 @@ use crate::{
         Bill, Mode, Rule,
         local::Plan,
         redis::{
-            Ask, AskedCharge, CodedRule, Lease, PolicyId, RedisStore, fill_in, fill_in_slots,
-            memory,
+            Ask, AskedCharge, CodedRule, Lease, MOST_LEASED, PolicyId, RedisStore, fill_in,
+            fill_in_slots, memory,
         },
     },
 };
@@ -101,7 +101,7 @@ impl Remote {
         mode: Mode,
     ) -> Option<Answer> {
         let mut ask = self.ask(bill, outcomes, mode);
-        let slots = bill.slots_elsewhere();
+        let slots: SmallVec<[Slot; 1]> = bill.slots_elsewhere().iter().map(leasable).collect();
         ask.charges.extend(slots.iter().map(|slot| {
             let id = self.slots[slot.policy as usize].id;
             let rule = CodedRule::of_slots(id, slot.limit, self.store.lease_us());
@@ -112,7 +112,7 @@ impl Remote {
         let (rates, held) = outcomes.split_at_mut(bill.charges.len());
         fill_in(&told, self.rules(bill), rates, charging);
         let held = &mut held[bill.slots_here().len()..];
-        fill_in_slots(&told, bill.charges.len(), slots, held, charging);
+        fill_in_slots(&told, bill.charges.len(), &slots, held, charging);
         Some(Answer { admitted: told.admitted, time_us: told.time_us, lease })
     }
 
@@ -200,7 +200,7 @@ impl Remote {
             AskedCharge { fingerprint: charge.fingerprint, rule, cost: outcome.cost }
         });
         let (prefix, charges) = (self.store.prefix().clone(), charges.collect());
-        Ask { prefix, charges, peeks: mode == Mode::Peek, lease: None }
+        Ask::new(prefix, charges, mode == Mode::Peek)
     }
 
     /// The rules that the charges of a bill are held against.
@@ -210,4 +210,10 @@ impl Remote {
             .iter()
             .map(move |charge| charge.rule(&bill.rules).unwrap_or_else(|| rule(charge.policy())))
     }
+}
+
+/// What a request cannot hold on a lease it can never have.
+fn leasable(slot: &Slot) -> Slot {
+    let cost = if slot.cost > MOST_LEASED { u64::MAX } else { slot.cost };
+    Slot { cost, ..*slot }
 }

@@ -414,6 +414,7 @@ async fn br_48_released_with_panics() {
             // The others were turned away.
             assert!(result.is_err() || status(&result.unwrap().unwrap()) == 429);
         }
+        gate.holds(0).await;
         for _ in 0..10 {
             let panicking =
                 service_fn(async |_: Request<()>| -> Result<Response<Frames>, Infallible> {
@@ -530,6 +531,36 @@ async fn a_handler_can_take_its_permits_along() {
         gate.holds(0).await;
         assert_eq!(inner.held(), 0);
         assert!(permits.keep().is_empty(), "it is over");
+    }
+}
+
+/// The release of a lease is on its way when the next request comes, but it is never overtaken.
+#[tokio::test]
+async fn who_comes_after_a_release_finds_the_slot_free() {
+    for gate in Gate::slots(1) {
+        for _ in 0..500 {
+            let response = answer(&gate, [Step::Data]).await;
+            assert_eq!(status(&response), 200);
+            response.into_body().collect().await.unwrap();
+        }
+        gate.holds(0).await;
+    }
+    let weighted = |builder: RateLimitLayerBuilder| {
+        builder.policy(Policy::concurrency("in-flight", 30).cost(|_: &Parts| 3))
+    };
+    for gate in Gate::both(weighted) {
+        let limiter = gate.layer.limiter().clone();
+        for _ in 0..50 {
+            let mut crowd = JoinSet::new();
+            for _ in 0..10 {
+                let limiter = limiter.clone();
+                crowd.spawn(async move { limiter.acquire(&get().into_parts().0).await.unwrap().1 });
+            }
+            let permits = crowd.join_all().await;
+            assert!(limiter.acquire(&get().into_parts().0).await.is_err());
+            drop(permits);
+        }
+        gate.holds(0).await;
     }
 }
 

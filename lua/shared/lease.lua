@@ -10,3 +10,10 @@ local function hold(set, id, slots, lease_us)
   if call('PTTL', set) < lease_ms then call('PEXPIRE', set, 2 * lease_ms) end
   return added
 end
+
+-- Ends a lease. Returns how many slots it held.
+local function let_go(set, id, slots)
+  local released = call('ZREM', set, id)
+  for i = 2, slots do released = released + call('ZREM', set, id .. pack('<I4', i)) end
+  return released
+end

@@ -24,9 +24,14 @@ local function define_leases()
     hold(rule.sets[key], id, cost, rule.lease_us)
   end
 
+  local function release(rule, key, set, slots, id)
+    local released = let_go(set, id, slots)
+    if rule.held[key] then rule.held[key] = rule.held[key] - released end
+  end
+
   local function prepare(kind, id, _, _, _, _, limit, lease_us)
     return {
-      kind = kind, load = load, ask = ask, charge = charge,
+      kind = kind, load = load, ask = ask, charge = charge, release = release,
       states = {}, sets = {}, held = {}, id = id, limit = limit, lease_us = lease_us,
     }
   end

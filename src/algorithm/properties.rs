@@ -343,8 +343,8 @@ fn what_drained_in_the_present_tick_is_not_counted_twice() {
     let period = Duration::from_secs(45_792_000);
     let bucket = Meter::new(&Quota::new(410_191, period)).unwrap();
     let looser = Meter::new(&Quota::new(44 * 410_191, period)).unwrap();
-    assert_eq!((bucket.pace().tick_us, looser.pace().tick_us), (1_000, 1_000));
-    for into_the_tick_us in [0, 1, 500, 999] {
+    assert_eq!((bucket.pace().tick_us, looser.pace().tick_us), (1_000_000, 1_000_000));
+    for into_the_tick_us in [0, 1, 500_000, 999_999] {
         let mut state = meter::State::default();
         decide(&bucket, &mut state, START_US, 5);
         let now_us = START_US + into_the_tick_us;

@@ -280,7 +280,7 @@ impl<R: ?Sized> Policy<R> {
     }
 
     /// What a request costs, in units of the quota, or in slots. 0 is free; more than the quota's
-    /// capacity can never be admitted. Default: 1.
+    /// capacity can never be admitted, nor more than 10,000 slots of a fleet. Default: 1.
     #[must_use]
     pub fn cost(mut self, cost: impl Fn(&R) -> u64 + Send + Sync + 'static) -> Self {
         self.cost = Cost::Of(Box::new(cost));

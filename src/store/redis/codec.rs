@@ -29,19 +29,23 @@ pub(crate) struct Ask {
     /// Whether it only asks, and is not charged.
     pub(crate) peeks: bool,
     /// Who is to hold the slots that it asks for.
-    pub(crate) lease: Option<LeaseId>,
+    pub(super) lease: Option<LeaseId>,
+    /// Leases of the same slots that are to end before, each with the index of the charge.
+    pub(super) ended: Vec<(usize, LeaseId, u64)>,
 }
 
 /// 128 random bits.
-pub(crate) type LeaseId = [u8; 16];
+pub(super) type LeaseId = [u8; 16];
 
-/// Slots that are held on a lease.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct HeldSlots {
+/// The slots of one key by one policy, as a set on the server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct SlotSet {
     fingerprint: Fingerprint,
     policy: PolicyId,
-    slots: u64,
 }
+
+/// How many slots of a set are held on a lease.
+pub(super) type HeldSlots = (SlotSet, u64);
 
 #[derive(Clone, Debug)]
 pub(crate) struct AskedCharge {
@@ -71,17 +75,26 @@ const LARGE_COST: u8 = 255;
 /// What marks a request that only asks.
 const PEEKS: u16 = 0x8000;
 
+/// The most slots that a request can hold on a lease: each is a member of the set.
+pub(crate) const MOST_LEASED: u64 = 10_000;
+
 /// What marks a request that asks for slots.
 const LEASES: u16 = 0x4000;
 
 impl Ask {
-    /// The slots that it asks for.
-    pub(super) fn slots(&self) -> impl Iterator<Item = HeldSlots> {
-        let is_of_slots = |charge: &&AskedCharge| charge.rule.bytes[0] == SLOTS;
-        self.charges.iter().filter(is_of_slots).map(|charge| HeldSlots {
-            fingerprint: charge.fingerprint,
-            policy: charge.rule.policy,
-            slots: charge.cost,
+    pub(crate) fn new(prefix: Arc<str>, charges: SmallVec<[AskedCharge; 3]>, peeks: bool) -> Self {
+        Self { prefix, charges, peeks, lease: None, ended: Vec::new() }
+    }
+
+    /// The slots that it asks for, each with the index of the charge.
+    pub(super) fn slots(&self) -> impl Iterator<Item = (usize, HeldSlots)> {
+        let charges = self.charges.iter().enumerate();
+        let is_leased =
+            |charge: &AskedCharge| charge.rule.bytes[0] == SLOTS && charge.cost <= MOST_LEASED;
+        charges.filter(move |(_, charge)| is_leased(charge)).map(|(index, charge)| {
+            let AskedCharge { fingerprint, rule, cost } = charge;
+            let set = SlotSet { fingerprint: *fingerprint, policy: rule.policy };
+            (index, (set, *cost))
         })
     }
 }
@@ -338,7 +351,15 @@ pub(super) fn push_batch(command: &mut Cmd, asks: &[&Ask], has_msetex: bool) {
         count |= if ask.peeks { PEEKS } else { 0 };
         count |= if ask.lease.is_some() { LEASES } else { 0 };
         requests.extend(count.to_le_bytes());
-        requests.extend(ask.lease.iter().flatten());
+        if let Some(lease) = &ask.lease {
+            requests.extend(lease);
+            requests.push(ask.ended.len() as u8);
+            for (charge, id, slots) in &ask.ended {
+                tables.push_indices(&mut requests, ask, &ask.charges[*charge]);
+                requests.extend((*slots as u32).to_le_bytes());
+                requests.extend(id);
+            }
+        }
         for charge in &ask.charges {
             tables.push_indices(&mut requests, ask, charge);
             if charge.cost < LARGE_COST.into() {
@@ -390,9 +411,9 @@ pub(super) fn push_leases(
     let mut sets = Vec::new();
     let mut indices = HashMap::new();
     let mut list = |bytes: &mut Vec<u8>, leases: &[(LeaseId, HeldSlots)]| {
-        for (id, HeldSlots { fingerprint, policy, slots }) in leases {
-            let index = *indices.entry((*fingerprint, *policy)).or_insert_with(|| {
-                sets.push(ring_name(prefix, *fingerprint, *policy));
+        for (id, (set, slots)) in leases {
+            let index = *indices.entry(*set).or_insert_with(|| {
+                sets.push(ring_name(prefix, set.fingerprint, set.policy));
                 sets.len() as u16
             });
             bytes.extend(index.to_le_bytes());

@@ -6,7 +6,7 @@
 
 use super::{
     Shared,
-    codec::{self, HeldSlots, LeaseId},
+    codec::{self, Ask, HeldSlots, LeaseId, SlotSet},
     error::StoreError,
     scripts::LEASES,
 };
@@ -56,11 +56,16 @@ pub(super) struct Leases {
 struct Book {
     held: HashMap<LeaseId, Entry>,
     /// What is to end.
-    ending: Vec<(LeaseId, HeldSlots)>,
+    ending: Ending,
+    /// What the server is being told of.
+    leaving: Ending,
     /// What may have been taken after it was ended, and so is to end once more.
     ending_later: Vec<(LeaseId, HeldSlots)>,
     is_kept: bool,
 }
+
+/// Leases that are over, with how many slots each held.
+type Ending = HashMap<SlotSet, Vec<(LeaseId, u64)>>;
 
 struct Entry {
     slots: Box<[HeldSlots]>,
@@ -69,6 +74,9 @@ struct Entry {
 
 /// The most leases in a call: the server does nothing else meanwhile.
 const BATCH: usize = 500;
+
+/// The most leases that a request ends in passing.
+const IN_PASSING: usize = 16;
 
 /// How often leases are made to last within the length of one.
 const RENEWALS: u32 = 3;
@@ -102,8 +110,57 @@ impl Leases {
         id
     }
 
+    /// Makes an ask one for a lease. What this process knows to be over is ended by the same call, so
+    /// nobody finds a slot taken that was released before.
+    pub(super) fn give(store: &Arc<Shared>, ask: &mut Ask) -> Lease {
+        let this = &store.leases;
+        let id = this.new_id();
+        let slots: Box<[_]> = ask.slots().collect();
+        let mut book = this.book.lock();
+        let mut ended = Vec::new();
+        for (charge, (set, _)) in &slots {
+            // What is on its way already may arrive later than this.
+            let leaving = book.leaving.get(set).into_iter().flatten().take(IN_PASSING);
+            ask.ended.extend(leaving.map(|(id, slots)| (*charge, *id, *slots)));
+            if let Some(ending) = book.ending.get_mut(set) {
+                let rest = ending.split_off(ending.len().min(IN_PASSING));
+                let taken = mem::replace(ending, rest);
+                if ending.is_empty() {
+                    book.ending.remove(set);
+                }
+                ask.ended.extend(taken.iter().map(|(id, slots)| (*charge, *id, *slots)));
+                ended.extend(taken.into_iter().map(|(id, slots)| (id, (*set, slots))));
+            }
+        }
+        drop(book);
+        ask.lease = Some(id);
+        let stage = Stage::Asked { slots: slots.iter().map(|(_, slots)| *slots).collect(), ended };
+        Lease { store: store.clone(), id, stage, was_lost: Arc::default() }
+    }
+
     pub(super) fn health(&self) -> LeaseHealth {
         LeaseHealth { held: self.book.lock().held.len(), lost: self.lost.load(Relaxed) }
+    }
+}
+
+impl Book {
+    /// What the server is to be told of next.
+    fn next_to_end(&mut self) -> Vec<(LeaseId, HeldSlots)> {
+        let mut batch = Vec::new();
+        while batch.len() < BATCH
+            && let Some(set) = self.ending.keys().next().copied()
+        {
+            let leases = self.ending.remove(&set).unwrap_or_default();
+            batch.extend(leases.iter().map(|(id, slots)| (*id, (set, *slots))));
+            self.leaving.insert(set, leases);
+        }
+        batch
+    }
+
+    fn end(&mut self, leases: impl IntoIterator<Item = (LeaseId, HeldSlots)>) {
+        for (id, (set, slots)) in leases {
+            self.ending.entry(set).or_default().push((id, slots));
+        }
     }
 }
 
@@ -116,21 +173,19 @@ pub(crate) struct Lease {
 }
 
 enum Stage {
-    /// The server may or may not have given them.
-    Asked(Box<[HeldSlots]>),
+    /// The server may or may not have given them, and ended others.
+    Asked {
+        slots: Box<[HeldSlots]>,
+        ended: Vec<(LeaseId, HeldSlots)>,
+    },
     Held,
     Refused,
 }
 
 impl Lease {
-    pub(super) fn ask(store: &Arc<Shared>, id: LeaseId, slots: Box<[HeldSlots]>) -> Self {
-        let stage = Stage::Asked(slots);
-        Self { store: store.clone(), id, stage, was_lost: Arc::default() }
-    }
-
     /// The server has given the slots.
     pub(super) fn hold(&mut self) {
-        if let Stage::Asked(slots) = mem::replace(&mut self.stage, Stage::Held) {
+        if let Stage::Asked { slots, .. } = mem::replace(&mut self.stage, Stage::Held) {
             let entry = Entry { slots, was_lost: self.was_lost.clone() };
             self.store.leases.book.lock().held.insert(self.id, entry);
             self.keep();
@@ -170,12 +225,12 @@ impl Drop for Lease {
         match mem::replace(&mut self.stage, Stage::Refused) {
             Stage::Held => {
                 if let Some(entry) = book.held.remove(&self.id) {
-                    book.ending.extend(entry.slots.iter().map(|slots| (self.id, *slots)));
+                    book.end(entry.slots.iter().map(|slots| (self.id, *slots)));
                 }
             }
-            Stage::Asked(slots) => {
+            Stage::Asked { slots, ended } => {
                 let ending = slots.iter().map(|slots| (self.id, *slots));
-                book.ending.extend(ending.clone());
+                book.end(ending.clone().chain(ended));
                 book.ending_later.extend(ending);
             }
             Stage::Refused => return,
@@ -233,16 +288,15 @@ impl Keeper {
     async fn end(&self) -> bool {
         let book = &self.store.leases.book;
         loop {
-            let batch = {
-                let ending = &mut book.lock().ending;
-                let count = ending.len().min(BATCH);
-                ending.drain(..count).collect::<Vec<_>>()
-            };
+            let batch = book.lock().next_to_end();
             if batch.is_empty() {
                 return true;
             }
-            if self.call(&[], &batch).await.is_none() {
-                book.lock().ending.extend(batch);
+            let told = self.call(&[], &batch).await;
+            let mut book = book.lock();
+            book.leaving.clear();
+            if told.is_none() {
+                book.end(batch);
                 return false;
             }
         }
@@ -260,7 +314,7 @@ impl Keeper {
             let held: Vec<_> = book.held.iter().flat_map(of_entry).collect();
             (held, mem::take(&mut book.ending_later))
         };
-        leases.book.lock().ending.extend(later);
+        leases.book.lock().end(later);
         let mut done = true;
         for batch in held.chunks(BATCH) {
             // Those that ended meanwhile must not be taken anew.
@@ -320,7 +374,7 @@ impl Keeper {
     /// Whether there is nothing to keep. Then this task is over.
     fn is_idle(&self) -> bool {
         let mut book = self.store.leases.book.lock();
-        let Book { held, ending, ending_later, is_kept } = &mut *book;
+        let Book { held, ending, ending_later, is_kept, .. } = &mut *book;
         let is_idle = held.is_empty() && ending.is_empty() && ending_later.is_empty();
         if is_idle {
             *is_kept = false;

@@ -34,7 +34,7 @@ pub use leases::LeaseHealth;
 pub use redis as client;
 
 pub(crate) use answer::{fill_in, fill_in_slots, memory};
-pub(crate) use codec::{Ask, AskedCharge, CodedRule, PolicyId, Told};
+pub(crate) use codec::{Ask, AskedCharge, CodedRule, MOST_LEASED, PolicyId, Told};
 pub(crate) use leases::Lease;
 
 use crate::{
@@ -225,14 +225,12 @@ impl RedisStore {
     /// Has a request decided. `None` means that the failure modes have to answer.
     pub(crate) async fn decide(&self, mut ask: Ask) -> Option<(Told, Option<Lease>)> {
         self.look_over(DUE);
-        let Shared { guard, lane, leases, .. } = &*self.shared;
+        let Shared { guard, lane, .. } = &*self.shared;
         let decision = guard.call(async {
             // If this is dropped, or fails, whatever was taken is given back.
             let mut lease = None;
             if ask.slots().next().is_some() && !ask.peeks {
-                let id = leases.new_id();
-                ask.lease = Some(id);
-                lease = Some(Lease::ask(&self.shared, id, ask.slots().collect()));
+                lease = Some(Leases::give(&self.shared, &mut ask));
             }
             let told = lane.ask(ask).await?;
             match &mut lease {
