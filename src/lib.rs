@@ -104,15 +104,19 @@ mod interceptor;
 pub mod key;
 mod layer;
 mod limiter;
+mod name;
 mod policy;
+mod priority;
 mod protocol;
 mod quota;
+mod random;
 #[cfg(feature = "redis")]
 mod remote;
 pub mod reply;
 #[cfg(feature = "redis")]
 mod resilience;
 mod service;
+pub mod shed;
 mod store;
 mod turn;
 
@@ -132,6 +136,7 @@ pub use limiter::{Limiter, LimiterBuilder};
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 pub use policy::FailureMode;
 pub use policy::{Policy, stack::BuildError};
+pub use priority::{ByMethod, Classify, Priority};
 pub use protocol::{CallError, Calls, Http, Protocol};
 pub use quota::{Period, Quota, QuotaError};
 pub use service::RateLimit;

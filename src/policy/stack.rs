@@ -6,12 +6,11 @@ use super::{Condition, Cost, Policy, QuotaFor};
 use crate::{
     decision::{Allotment, Outcome, Outcomes, Reason},
     key::{FindKey, Fingerprint, Key, KeyError, MissingKey, Secret},
+    name::{intern, is_name},
     quota::{Quota, QuotaError},
     store::{Bill, Charge, Kind, Rule, local::Plan},
 };
-use parking_lot::Mutex;
 use std::{
-    borrow::Cow,
     collections::{BTreeSet, HashSet},
     error, fmt,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -125,7 +124,9 @@ impl<R: ?Sized + 'static> Stack<R> {
         let mut entries = Vec::with_capacity(policies.len());
         for (index, policy) in policies.into_iter().enumerate() {
             let name = policy.name.clone().into_owned();
-            check_name(&name)?;
+            if !is_name(&name) {
+                return Err(BuildError::InvalidName { name });
+            }
             if !names.insert(name.to_ascii_lowercase()) {
                 return Err(BuildError::DuplicateName { name });
             }
@@ -428,36 +429,6 @@ fn finds_the_same_keys<R: ?Sized + 'static>(
     b: &Arc<dyn FindKey<R>>,
 ) -> bool {
     Arc::ptr_eq(a, b) || a.name().is_some_and(|name| Some(name) == b.name())
-}
-
-fn check_name(name: &str) -> Result<(), BuildError> {
-    let mut bytes = name.bytes();
-    let first = bytes.next().is_some_and(|byte| byte.is_ascii_alphabetic());
-    let rest = bytes.all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte));
-    if first && rest && name.len() <= 64 {
-        Ok(())
-    } else {
-        Err(BuildError::InvalidName { name: name.to_owned() })
-    }
-}
-
-/// Names are handed out in every decision, so they live as long as the process. The same name is
-/// kept once, however many stacks use it.
-fn intern(name: Cow<'static, str>) -> &'static str {
-    static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
-    let name = match name {
-        Cow::Borrowed(name) => return name,
-        Cow::Owned(name) => name,
-    };
-    let mut names = NAMES.lock();
-    match names.get(name.as_str()) {
-        Some(known) => known,
-        None => {
-            let name = name.leak();
-            names.insert(name);
-            name
-        }
-    }
 }
 
 // === impl BuildError ===

@@ -274,7 +274,7 @@ impl Drop for Batch {
 }
 
 /// Whatever this is, it is no store.
-fn unreadable() -> StoreError {
+pub(super) fn unreadable() -> StoreError {
     StoreError::Refused {
         code: "UNREADABLE".to_owned(),
         message: "the script's reply cannot be read; is this a Redis or Valkey server?".to_owned(),

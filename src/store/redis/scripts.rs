@@ -45,3 +45,7 @@ pub(super) static RESET: LazyLock<KnownScript> = with_shared!("../../../lua/rese
 /// Looks for what would be in the way.
 pub(super) static CHECK: LazyLock<KnownScript> =
     LazyLock::new(|| KnownScript::new(include_str!("../../../lua/check.lua")));
+
+/// Tells how many requests an instance has in flight, and finds out how many all have.
+pub(super) static FLEET: LazyLock<KnownScript> =
+    LazyLock::new(|| KnownScript::new(include_str!("../../../lua/fleet.lua")));
