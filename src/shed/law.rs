@@ -131,8 +131,9 @@ impl Law {
 
     /// What share of a class is to be shed, in millionths. Class 0 of `classes` goes first.
     pub(super) fn shed(&self, level: Level, class: usize, classes: usize) -> u64 {
-        let level = u64::try_from(level.0 / self.full_after_us).unwrap_or(0);
-        (level * classes as u64).saturating_sub(class as u64 * ONE).min(ONE)
+        let class_full = i128::from(self.full_after_us) * class as i128 * i128::from(ONE);
+        let above = i128::from(level.0) * classes as i128 - class_full;
+        u64::try_from(above / i128::from(self.full_after_us)).unwrap_or(0).min(ONE)
     }
 }
 
@@ -205,15 +206,15 @@ mod tests {
     #[test]
     fn classes_go_one_after_the_other() {
         let law = law();
-        let shares = |secs| {
+        let shares = |secs: u64| {
             let level = after(&law, law.rest(), 1.0, 28 + secs);
             [0, 1, 2].map(|class| law.shed(level, class, CLASSES))
         };
         assert_eq!(shares(0), [0, 0, 0]);
-        assert_eq!(shares(20), [499_998, 0, 0]);
-        assert_eq!(shares(40), [999_999, 0, 0]);
+        assert_eq!(shares(20), [500_000, 0, 0]);
+        assert_eq!(shares(40), [ONE, 0, 0]);
         assert_eq!(shares(60), [ONE, 500_000, 0]);
-        assert_eq!(shares(100), [ONE, ONE, 499_999]);
+        assert_eq!(shares(100), [ONE, ONE, 500_000]);
         assert_eq!(shares(120), [ONE, ONE, ONE]);
         assert_eq!(law.shed(law.rest(), 0, CLASSES), 0);
     }

@@ -4,7 +4,7 @@ mod background;
 mod error;
 mod fleet;
 mod law;
-#[expect(dead_code, reason = "the limiter will use it")]
+#[cfg_attr(not(test), expect(dead_code, reason = "the limiter will use it"))]
 mod list;
 mod patience;
 mod utilization;

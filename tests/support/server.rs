@@ -1,6 +1,6 @@
 //! Real Redis and Valkey servers, each a process of its own that ends with the test.
 
-use super::{ms, secs};
+use super::{ms, process::signal, secs};
 use std::{
     env,
     ffi::OsString,
@@ -205,8 +205,7 @@ impl Server {
 
     fn signal(&self, name: &str) {
         let process = self.process.as_ref().expect("it was killed");
-        let kill = format!("kill -{name} {}", process.id());
-        assert!(Command::new("sh").args(["-c", &kill]).status().unwrap().success());
+        signal(process.id(), name);
     }
 }
 

@@ -185,9 +185,8 @@ impl Wire {
     /// Waits for the next tick, or for something urgent, which may come an eighth of a tick after the
     /// last call.
     async fn rest(&self, spent_us: u64) {
-        let least_us = self.tick_us / 8;
-        self.clock.sleep(least_us).await;
-        let mut sleep = self.clock.sleep(self.tick_us.saturating_sub(spent_us + least_us));
+        let mut sleep = self.clock.sleep(self.tick_us.saturating_sub(spent_us));
+        self.clock.sleep(self.tick_us / 8).await;
         let mut woken = pin!(self.wake.notified());
         poll_fn(|cx| match woken.as_mut().poll(cx) {
             Poll::Ready(()) => Poll::Ready(()),

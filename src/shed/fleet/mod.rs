@@ -115,12 +115,14 @@ impl FleetShedder {
     #[inline]
     pub(super) fn seat(&self, priority: Priority) -> Result<Seat, Shed> {
         let shared = &self.shared;
+        let is_critical = priority >= shared.critical;
+        let is_in = shared.enter(is_critical);
+        // What is told first has the first request in it.
         #[cfg(feature = "redis")]
         if let Some(link) = &shared.link {
             link.keep_telling(shared);
         }
-        let is_critical = priority >= shared.critical;
-        if shared.enter(is_critical) {
+        if is_in {
             return Ok(Seat { shared: shared.clone(), is_critical });
         }
         let retry_after_us = shared.patience.draw_us(&shared.dice);
