@@ -3,7 +3,7 @@
 //! A test that is a role for such processes begins with [`serve`], which returns at once in any other
 //! process.
 
-use super::secs;
+use super::{secs, server::signal};
 use std::{
     env,
     io::{BufRead, BufReader, Write},
@@ -115,10 +115,4 @@ where
 /// A variable from the environment of a process that was started with it.
 pub(crate) fn variable(name: &str) -> String {
     env::var(name).unwrap_or_else(|_| panic!("{name} is not set"))
-}
-
-/// Sends a signal, e.g. `STOP`.
-pub(crate) fn signal(process: u32, name: &str) {
-    let kill = format!("kill -{name} {process}");
-    assert!(Command::new("sh").args(["-c", &kill]).status().unwrap().success());
 }

@@ -1,6 +1,6 @@
 //! Real Redis and Valkey servers, each a process of its own that ends with the test.
 
-use super::{ms, process::signal, secs};
+use super::{ms, secs};
 use std::{
     env,
     ffi::OsString,
@@ -214,6 +214,12 @@ impl Drop for Server {
         self.kill();
         let _ = fs::remove_dir_all(&self.dir);
     }
+}
+
+/// Sends a process a signal, e.g. `STOP`.
+pub(crate) fn signal(process: u32, name: &str) {
+    let kill = format!("kill -{name} {process}");
+    assert!(Command::new("sh").args(["-c", &kill]).status().unwrap().success());
 }
 
 /// Another number every time.

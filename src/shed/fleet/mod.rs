@@ -6,7 +6,7 @@ mod link;
 
 use super::{Aboard, Held, Shed, error::ShedderError, law::ONE, patience::Patience};
 #[cfg(feature = "redis")]
-use crate::{clock::Clock, store::redis::RedisStore};
+use crate::store::redis::RedisStore;
 use crate::{
     name::{intern, is_name},
     priority::Priority,
@@ -346,7 +346,7 @@ impl FleetShedderBuilder {
     #[cfg_attr(docsrs, doc(cfg(all(feature = "redis", feature = "test-util"))))]
     #[must_use]
     pub fn clock(mut self, clock: &crate::ManualClock) -> Self {
-        self.options.clock = Clock::from(clock);
+        self.options.clock = clock.into();
         self
     }
 
