@@ -303,7 +303,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..Default::default() })]
+        #![proptest_config(ProptestConfig::with_cases(500))]
 
         #[test]
         fn the_law_is_what_one_would_write_down(settings in any_settings(), samples in samples()) {

@@ -78,6 +78,13 @@ mod tests {
     }
 
     #[test]
+    fn two_shedders_take_no_memory_for_a_request() {
+        let fleet = FleetShedder::builder("fleet", 10).build().unwrap();
+        let shedders = Shedders::new(vec![fleet.clone().into(), fleet.into()]);
+        assert!(!shedders.admit(Priority::Read).unwrap().0.spilled());
+    }
+
+    #[test]
     fn no_shedder_sheds_nothing() {
         assert!(Shedders::new(Vec::new()).admit(Priority::BestEffort).is_ok());
     }

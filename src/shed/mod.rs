@@ -83,7 +83,8 @@
 //! An instance that heard nothing for a lease, by default 3 s, decides by its share: `C` divided by the
 //! number of instances that there were last, one request at least. So does one that has just been
 //! started, for the milliseconds until the first answer, where the number of instances is that of the
-//! settings. When no instance hears anything, all of them together keep the bound. An instance
+//! settings. What such an instance lets in comes on top of the above, up to its share. When none hears
+//! anything, all of them together keep the bound. An instance
 //! that dies is counted for one lease more; one that is dropped takes itself out. A server that lost its
 //! data knows all again a tick later.
 //!

@@ -109,7 +109,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
+        #![proptest_config(ProptestConfig::with_cases(500))]
 
         #[test]
         fn shares_are_no_more_than_the_whole(

@@ -10,6 +10,7 @@ use crate::{
 use std::{
     future::poll_fn,
     hash::{BuildHasher, RandomState},
+    mem,
     pin::pin,
     sync::{Arc, Weak},
     task::Poll,
@@ -58,9 +59,11 @@ struct Heard {
 }
 
 impl News {
-    /// Whether what was told differs from what is by more than a sixteenth of the capacity.
-    pub(super) fn is_far_from(&self, own: Load, capacity: u64) -> bool {
-        own.distance(self.told) > (capacity / 16).max(1)
+    /// Whether what was told differs from what is by more than a sixteenth of the capacity; once, until
+    /// it is told.
+    pub(super) fn becomes_urgent(&mut self, own: Load, capacity: u64) -> bool {
+        let is_urgent = own.distance(self.told) > (capacity / 16).max(1);
+        is_urgent && !mem::replace(&mut self.is_urgent, true)
     }
 }
 
@@ -138,20 +141,13 @@ impl Link {
         news.heard.as_ref().map_or(self.instances, |heard| heard.instances)
     }
 
-    pub(super) fn hurry(&self, news: &mut News) {
-        if !news.is_urgent {
-            news.is_urgent = true;
-            self.wire.wake.notify_one();
-        }
-    }
-
     #[inline]
     pub(super) fn keep_telling(&self, shared: &Arc<Shared>) {
         self.teller.keep(|| keep_telling(Arc::downgrade(shared), self.wire.clone()));
     }
 
-    /// The shedder is going; its task finds that out and says goodbye.
-    pub(super) fn end(&self) {
+    /// Has the task look after things before the next tick.
+    pub(super) fn wake(&self) {
         self.wire.wake.notify_one();
     }
 }

@@ -16,6 +16,8 @@ use count::{Bounds, Load};
 #[cfg(feature = "redis")]
 use link::{Link, News, Options};
 use parking_lot::Mutex;
+#[cfg(feature = "redis")]
+use parking_lot::MutexGuard;
 use std::{borrow::Cow, fmt, ops::RangeInclusive, sync::Arc, time::Duration};
 
 /// Keeps a part of the fleet's capacity for critical requests: others are turned away when too much
@@ -207,28 +209,27 @@ impl Shared {
             return false;
         }
         *state.own.of(is_critical) += 1;
-        self.after_change(&mut state);
+        #[cfg(feature = "redis")]
+        self.after_change(state);
         true
     }
 
     fn leave(&self, is_critical: bool) {
         let mut state = self.state.lock();
         *state.own.of(is_critical) -= 1;
-        self.after_change(&mut state);
+        #[cfg(feature = "redis")]
+        self.after_change(state);
     }
 
     /// The fleet should know at once of what is a lot.
-    #[cfg_attr(
-        not(feature = "redis"),
-        expect(unused_variables, clippy::unused_self, reason = "nobody to tell")
-    )]
+    #[cfg(feature = "redis")]
     #[inline]
-    fn after_change(&self, state: &mut State) {
-        #[cfg(feature = "redis")]
-        if let Some(link) = &self.link
-            && state.news.is_far_from(state.own, self.bounds.capacity)
-        {
-            link.hurry(&mut state.news);
+    fn after_change(&self, mut state: MutexGuard<'_, State>) {
+        let Some(link) = &self.link else { return };
+        let own = state.own;
+        if state.news.becomes_urgent(own, self.bounds.capacity) {
+            drop(state);
+            link.wake();
         }
     }
 }
@@ -237,7 +238,8 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         if let Some(link) = &self.link {
-            link.end();
+            // Its task finds out that nobody is left, and says goodbye.
+            link.wake();
         }
     }
 }
