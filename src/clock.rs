@@ -4,7 +4,7 @@
 
 use std::{
     fmt,
-    future::Future as _,
+    future::Future,
     pin::Pin,
     sync::{
         Arc, LazyLock,
@@ -61,6 +61,15 @@ impl Clock {
         }
     }
 
+    /// Starts to take the time.
+    pub(crate) fn stopwatch(&self) -> Stopwatch {
+        match &self.0 {
+            #[cfg(any(test, feature = "test-util"))]
+            Source::Manual(clock) => Stopwatch::Manual(clock.clone(), clock.now_us()),
+            _ => Stopwatch::Timer(tokio::time::Instant::now()),
+        }
+    }
+
     /// Sleeps for `duration_us`. It may wake early, so look at the clock again.
     pub(crate) fn sleep(&self, duration_us: u64) -> Sleep {
         match &self.0 {
@@ -88,7 +97,26 @@ impl fmt::Debug for Clock {
     }
 }
 
-/// The sleep of a request that waits for its turn.
+/// How much time has passed. When the wall clock is set, that is no time: it goes by the clock that
+/// tokio's timer sleeps by, which tests can pause.
+#[derive(Clone, Debug)]
+pub(crate) enum Stopwatch {
+    Timer(tokio::time::Instant),
+    #[cfg(any(test, feature = "test-util"))]
+    Manual(ManualClock, u64),
+}
+
+impl Stopwatch {
+    pub(crate) fn elapsed_us(&self) -> u64 {
+        match self {
+            Self::Timer(start) => saturating_us(start.elapsed()),
+            #[cfg(any(test, feature = "test-util"))]
+            Self::Manual(clock, start_us) => clock.now_us().saturating_sub(*start_us),
+        }
+    }
+}
+
+/// A sleep by a clock's time.
 pub(crate) enum Sleep {
     Timer(Pin<Box<tokio::time::Sleep>>),
     #[cfg(any(test, feature = "test-util"))]
@@ -102,6 +130,14 @@ impl Sleep {
             #[cfg(any(test, feature = "test-util"))]
             Self::Manual(sleep) => sleep.poll(cx),
         }
+    }
+}
+
+impl Future for Sleep {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        Self::poll(&mut self, cx)
     }
 }
 

@@ -6,9 +6,11 @@ use crate::{
     key::KeyExtractor,
     limiter::{Limiter, LimiterBuilder},
     policy::{Policy, stack::BuildError},
+    priority::{ByMethod, Classify},
     protocol::{Calls, Http, HttpLimits, Options, Protocol},
     reply::{GrpcCode, GrpcCodes, Headers, Responder},
     service::RateLimit,
+    shed::Shedder,
 };
 use bytes::Bytes;
 use http::{Response, request::Parts};
@@ -77,7 +79,7 @@ impl RateLimitLayer {
     #[must_use]
     pub fn builder() -> RateLimitLayerBuilder {
         RateLimitLayerBuilder {
-            limiter: Limiter::builder(),
+            limiter: Limiter::builder().priority(ByMethod::new()),
             options: Options {
                 headers: Headers::default(),
                 grpc_codes: GrpcCodes::default(),
@@ -196,6 +198,21 @@ impl RateLimitLayerBuilder {
     #[must_use]
     pub fn clock(mut self, clock: impl Into<Clock>) -> Self {
         self.limiter = self.limiter.clock(clock);
+        self
+    }
+
+    /// Adds a load shedder behind those that are there already. They are asked before all policies, so a
+    /// request that is shed costs nothing. It is answered with 503. See [`shed`](crate::shed).
+    #[must_use]
+    pub fn shedder(mut self, shedder: impl Into<Shedder>) -> Self {
+        self.limiter = self.limiter.shedder(shedder);
+        self
+    }
+
+    /// How important a request is, for load shedders. Default: [`ByMethod::new`], by the method alone.
+    #[must_use]
+    pub fn priority(mut self, classify: impl Classify) -> Self {
+        self.limiter = self.limiter.priority(classify);
         self
     }
 

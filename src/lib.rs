@@ -105,16 +105,19 @@ mod interceptor;
 pub mod key;
 mod layer;
 mod limiter;
+mod name;
 mod policy;
 mod priority;
 mod protocol;
 mod quota;
+mod random;
 #[cfg(feature = "redis")]
 mod remote;
 pub mod reply;
 #[cfg(feature = "redis")]
 mod resilience;
 mod service;
+pub mod shed;
 mod store;
 mod turn;
 

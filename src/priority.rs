@@ -122,8 +122,10 @@ where
 pub struct ByMethod {
     test_headers: Vec<HeaderName>,
     test_prefixes: Vec<(HeaderName, Vec<u8>)>,
-    critical: Vec<Box<dyn Fn(&Parts) -> bool + Send + Sync>>,
+    critical: Vec<Condition>,
 }
+
+type Condition = Box<dyn Fn(&Parts) -> bool + Send + Sync>;
 
 impl ByMethod {
     /// By the method alone.

@@ -3,6 +3,7 @@
 #[cfg(feature = "redis")]
 use super::slots::Slot;
 use super::slots::{Slots, Taken};
+use crate::shed::Aboard;
 #[cfg(feature = "redis")]
 use crate::store::redis::Lease;
 use std::{
@@ -48,6 +49,8 @@ pub(crate) struct Held {
     /// In the fleet.
     #[cfg(feature = "redis")]
     lease: Option<Lease>,
+    /// In load shedders.
+    aboard: Option<Aboard>,
 }
 
 impl Held {
@@ -112,6 +115,14 @@ impl Permit {
     pub(crate) fn until_dropped(mut self) -> Self {
         if let Some(held) = Arc::get_mut(&mut self.0) {
             held.until_dropped = true;
+        }
+        self
+    }
+
+    /// Holds a place in load shedders, too. Only for a permit that nobody else has yet.
+    pub(crate) fn aboard(mut self, aboard: Aboard) -> Self {
+        if let Some(held) = Arc::get_mut(&mut self.0) {
+            held.aboard = Some(aboard);
         }
         self
     }

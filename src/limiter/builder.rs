@@ -1,6 +1,6 @@
 //! From policies, a store and a clock to a limiter.
 
-use super::{Limiter, Shared};
+use super::{Limiter, Shared, gate::Gate};
 use crate::{
     clock::Clock,
     concurrency::Slots,
@@ -9,6 +9,8 @@ use crate::{
         Policy,
         stack::{BuildError, Stack},
     },
+    priority::Classify,
+    shed::{Shedder, Shedders},
     store::{LocalStore, Store, local::Local},
     turn::Lines,
 };
@@ -25,6 +27,8 @@ pub struct LimiterBuilder<R: ?Sized = Parts> {
     #[cfg(feature = "redis")]
     remote: Option<RedisStore>,
     clock: Clock,
+    shedders: Vec<Shedder>,
+    classify: Option<Box<dyn Classify<R>>>,
 }
 
 impl<R: ?Sized + 'static> LimiterBuilder<R> {
@@ -36,6 +40,8 @@ impl<R: ?Sized + 'static> LimiterBuilder<R> {
             #[cfg(feature = "redis")]
             remote: None,
             clock: Clock::system(),
+            shedders: Vec::new(),
+            classify: None,
         }
     }
 
@@ -75,6 +81,21 @@ impl<R: ?Sized + 'static> LimiterBuilder<R> {
         self
     }
 
+    /// Adds a load shedder behind those that are there already. They are asked before all policies, so a
+    /// request that is shed costs nothing, and is turned away whatever its limits.
+    #[must_use]
+    pub fn shedder(mut self, shedder: impl Into<Shedder>) -> Self {
+        self.shedders.push(shedder.into());
+        self
+    }
+
+    /// How important a request is, for load shedders. Default: none.
+    #[must_use]
+    pub fn priority(mut self, classify: impl Classify<R>) -> Self {
+        self.classify = Some(Box::new(classify));
+        self
+    }
+
     /// Checks the stack and puts it to work.
     ///
     /// # Errors
@@ -82,7 +103,16 @@ impl<R: ?Sized + 'static> LimiterBuilder<R> {
     /// [`BuildError`] says which policy cannot be, and why.
     pub fn build(self) -> Result<Limiter<R>, BuildError> {
         let secret = self.secret();
-        let stack = Stack::new(self.policies, self.key.as_ref(), secret)?;
+        let stack = Stack::new(self.policies, self.key.as_ref(), secret, &self.shedders)?;
+        let gate = match (self.shedders.first(), self.classify) {
+            (None, _) => None,
+            (Some(first), None) => {
+                return Err(BuildError::NoPriority { shedder: first.name().to_owned() });
+            }
+            (Some(_), Some(classify)) => {
+                Some(Gate { shedders: Shedders::new(self.shedders), classify })
+            }
+        };
         let lines = stack.shaper().map(|_| Lines::default());
         let slot_plans: Vec<_> = stack.slot_plans().collect();
         #[cfg(feature = "redis")]
@@ -110,6 +140,7 @@ impl<R: ?Sized + 'static> LimiterBuilder<R> {
             clock: self.clock,
             lines,
             slots,
+            gate,
         };
         Ok(Limiter { shared: Arc::new(shared) })
     }

@@ -14,24 +14,43 @@ impl<R: ?Sized + 'static> Limiter<R> {
     /// Starts to decide a request, if the state is elsewhere. It stands in line only if it `waits`.
     pub(crate) fn ask(&self, request: &R, mode: Mode, waits: bool) -> Option<Deciding> {
         self.shared.remote.as_ref()?;
+        let boarded = match mode {
+            Mode::Charge => self.board(request),
+            Mode::Peek => Ok(None),
+        };
         let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
-        let written = self.write_bill(request, &mut bill, &mut outcomes);
+        let written = match &boarded {
+            Ok(_) => self.write_bill(request, &mut bill, &mut outcomes),
+            Err(_) => Ok(()),
+        };
         let limiter = self.clone();
         Some(Box::pin(async move {
+            let aboard = boarded?;
             written?;
-            if bill.slots.is_empty() || !waits {
-                return limiter.decide_elsewhere(bill, outcomes, mode, waits, None).await;
-            }
-            let first = (bill.clone(), outcomes.clone());
-            let decided = limiter.decide_elsewhere(first.0, first.1, mode, waits, None).await;
-            let Err(rejection) = decided else {
-                return decided;
-            };
-            match limiter.line_up(&rejection, &bill, None) {
-                Some(place) => limiter.wait_for_slots(place, bill, outcomes, rejection).await,
-                None => Err(rejection),
-            }
+            let admitted = limiter.decide_or_wait(bill, outcomes, mode, waits).await?;
+            Ok(admitted.with(aboard))
         }))
+    }
+
+    async fn decide_or_wait(
+        self,
+        bill: Bill,
+        outcomes: Outcomes,
+        mode: Mode,
+        waits: bool,
+    ) -> Result<Admitted, Rejection> {
+        if bill.slots.is_empty() || !waits {
+            return self.decide_elsewhere(bill, outcomes, mode, waits, None).await;
+        }
+        let first = (bill.clone(), outcomes.clone());
+        let decided = self.decide_elsewhere(first.0, first.1, mode, waits, None).await;
+        let Err(rejection) = decided else {
+            return decided;
+        };
+        match self.line_up(&rejection, &bill, None) {
+            Some(place) => self.wait_for_slots(place, bill, outcomes, rejection).await,
+            None => Err(rejection),
+        }
     }
 
     pub(super) async fn decide_elsewhere(

@@ -3,6 +3,7 @@
 mod builder;
 #[cfg(feature = "redis")]
 mod elsewhere;
+mod gate;
 
 pub use builder::LimiterBuilder;
 
@@ -13,9 +14,11 @@ use crate::{
     concurrency::{Held, Permit, Place, Slot, Slots},
     decision::{Decision, Outcome, Outcomes, Reason, Rejection, Verdict},
     policy::stack::Stack,
+    shed::Aboard,
     store::{Bill, Mode, local::Local},
     turn::{Counted, Lines, Refund, Turn},
 };
+use gate::Gate;
 use http::request::Parts;
 use std::{
     fmt,
@@ -63,6 +66,8 @@ struct Shared<R: ?Sized> {
     lines: Option<Lines>,
     /// The slots that requests hold; `None` if no policy limits concurrency.
     slots: Option<Arc<Slots>>,
+    /// The load shedders, if there are any.
+    gate: Option<Gate<R>>,
 }
 
 /// The decision to let a request go on.
@@ -113,8 +118,9 @@ impl<R: ?Sized + 'static> Limiter<R> {
     /// # Errors
     ///
     /// [`Rejection`] if the request may not go on; it was charged nothing then. So it is if the state is
-    /// in Redis, for whose answer only [`check_async`](Self::check_async) and `ready` can wait, or if a
-    /// policy limits concurrency, for which only [`acquire`](Self::acquire) can.
+    /// in Redis, for whose answer only [`check_async`](Self::check_async) and `ready` can wait, or if
+    /// requests in flight are counted, by a concurrency limit or a load shedder: that is for
+    /// [`acquire`](Self::acquire).
     pub fn check(&self, request: &R) -> Result<Decision, Rejection> {
         self.needs_no_answer()?;
         self.needs_no_permit()?;
@@ -191,10 +197,11 @@ impl<R: ?Sized + 'static> Limiter<R> {
     /// is if the state is in Redis.
     pub fn try_acquire(&self, request: &R) -> Result<(Decision, Permit), Rejection> {
         self.needs_no_answer()?;
+        let aboard = self.board(request)?;
         let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
         self.write_bill(request, &mut bill, &mut outcomes)?;
         let acquired = self.shared.acquire(&bill, &mut outcomes, Mode::Charge, None);
-        let admitted = self.conclude(outcomes, acquired, None)?;
+        let admitted = self.conclude(outcomes, acquired, None)?.with(aboard);
         Ok((admitted.decision, admitted.permit.unwrap_or_default().until_dropped()))
     }
 
@@ -206,7 +213,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
         slots.position(policy).map(|policy| slots.taken(policy))
     }
 
-    /// What [`check`](Self::check) would answer now, without charging anything.
+    /// What [`check`](Self::check) would answer now, without charging anything. Load shedders are not
+    /// asked.
     ///
     /// What remains is told as it is before the request, not after it.
     ///
@@ -349,8 +357,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
     /// what it holds, is in `extras`.
     #[inline]
     pub(crate) fn admit(&self, request: &R, extras: &mut Extras) -> Result<Decision, Rejection> {
-        let Shared { lines, slots, .. } = &*self.shared;
-        if lines.is_none() && slots.is_none() {
+        let Shared { lines, slots, gate, .. } = &*self.shared;
+        if lines.is_none() && slots.is_none() && gate.is_none() {
             self.decide(request, Mode::Charge)
         } else {
             self.admit_to_lines(request, extras)
@@ -359,22 +367,31 @@ impl<R: ?Sized + 'static> Limiter<R> {
 
     #[inline(never)]
     fn admit_to_lines(&self, request: &R, extras: &mut Extras) -> Result<Decision, Rejection> {
+        let aboard = self.board(request)?;
         let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
         self.write_bill(request, &mut bill, &mut outcomes)?;
         match self.decide_here(bill.clone(), outcomes.clone(), None) {
             Ok(admitted) => {
-                (extras.turn, extras.permit) = (admitted.turn, admitted.permit);
-                Ok(admitted.decision)
+                let Admitted { decision, turn, permit } = admitted.with(aboard);
+                (extras.turn, extras.permit) = (turn, permit);
+                Ok(decision)
             }
             Err(rejection) => {
                 if let Some(place) = self.line_up(&rejection, &bill, None) {
                     let waiting =
                         self.clone().wait_for_slots(place, bill, outcomes, rejection.clone());
+                    let waiting = async { waiting.await.map(|admitted| admitted.with(aboard)) };
                     extras.deciding = Some(Box::pin(waiting));
                 }
                 Err(rejection)
             }
         }
+    }
+
+    /// Has the load shedders let a request in. `None` if there are none.
+    fn board(&self, request: &R) -> Result<Option<Aboard>, Rejection> {
+        let boarded = self.shared.gate.as_ref().map(|gate| gate.admit(request)).transpose();
+        boarded.map_err(|reason| self.rejection(reason))
     }
 
     /// Decides a bill by the state of this process. `place` is that of the request in the line for a slot.
@@ -515,24 +532,25 @@ impl<R: ?Sized + 'static> Limiter<R> {
         false
     }
 
-    /// The first policy that limits concurrency.
-    #[cfg(feature = "tonic")]
+    /// The first shedder, or policy that limits concurrency.
     pub(crate) fn holder(&self) -> Option<&'static str> {
-        self.shared.slots.as_ref().map(|slots| slots.plan(0).name)
+        let Shared { slots, gate, .. } = &*self.shared;
+        let shedder = gate.as_ref().map(Gate::name);
+        shedder.or_else(|| slots.as_ref().map(|slots| slots.plan(0).name))
     }
 
     /// Refuses what returns no permit, where requests hold some.
     #[inline]
     fn needs_no_permit(&self) -> Result<(), Rejection> {
-        match &self.shared.slots {
+        match self.holder() {
             None => Ok(()),
-            Some(slots) => Err(self.holds_slots(slots.plan(0).name)),
+            Some(name) => Err(self.holds_something(name)),
         }
     }
 
     #[cold]
-    fn holds_slots(&self, policy: &'static str) -> Rejection {
-        let message = "requests hold slots until they are over; call `acquire`, or `try_acquire`";
+    fn holds_something(&self, policy: &'static str) -> Rejection {
+        let message = "requests count until they are over; call `acquire`, or `try_acquire`";
         self.rejection(Reason::Faulty { policy, message: message.to_owned() })
     }
 
@@ -606,6 +624,16 @@ impl<R: ?Sized + 'static> Limiter<R> {
     #[expect(clippy::unused_self, reason = "the state is here")]
     pub(crate) fn ask(&self, _request: &R, _mode: Mode, _waits: bool) -> Option<Deciding> {
         None
+    }
+}
+
+impl Admitted {
+    /// The request holds that, too.
+    fn with(mut self, aboard: Option<Aboard>) -> Self {
+        if let Some(aboard) = aboard {
+            self.permit = Some(self.permit.unwrap_or_default().aboard(aboard));
+        }
+        self
     }
 }
 

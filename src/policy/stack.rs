@@ -7,12 +7,12 @@ use crate::{
     concurrency::{Limit, Slot, SlotPlan},
     decision::{Allotment, Outcome, Outcomes, Reason},
     key::{FindKey, Fingerprint, Key, KeyError, MissingKey, Secret},
+    name::{intern, is_name},
     quota::{Quota, QuotaError},
+    shed::Shedder,
     store::{Bill, Charge, Kind, Rule, local::Plan},
 };
-use parking_lot::Mutex;
 use std::{
-    borrow::Cow,
     collections::{BTreeSet, HashSet},
     error, fmt,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -85,15 +85,20 @@ struct Space<R: ?Sized> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BuildError {
-    /// There is no policy in the stack.
+    /// There is no policy in the stack, and no load shedder.
     NoPolicy,
+    /// There is a load shedder, and nothing says how important a request is.
+    NoPriority {
+        /// The load shedder.
+        shedder: String,
+    },
     /// A policy's name is not of the form `[A-Za-z][A-Za-z0-9_.-]{0,63}`, which every header can
     /// carry.
     InvalidName {
         /// The name.
         name: String,
     },
-    /// Two policies have the same name, or names that differ only by case.
+    /// Two policies or load shedders have the same name, or names that differ only by case.
     DuplicateName {
         /// The name.
         name: String,
@@ -127,9 +132,9 @@ pub enum BuildError {
         /// The policy.
         policy: String,
     },
-    /// A policy limits how many requests are in flight, where nothing tells when they are over.
+    /// A policy or load shedder counts requests in flight, where nothing tells when they are over.
     CannotHold {
-        /// The policy.
+        /// The policy or load shedder.
         policy: String,
     },
     /// The state is elsewhere, where nothing can wait for it.
@@ -146,17 +151,25 @@ impl<R: ?Sized + 'static> Stack<R> {
         policies: Vec<Policy<R>>,
         default_key: Option<&Arc<dyn FindKey<R>>>,
         secret: Secret,
+        shedders: &[Shedder],
     ) -> Result<Self, BuildError> {
-        if policies.is_empty() {
+        if policies.is_empty() && shedders.is_empty() {
             return Err(BuildError::NoPolicy);
         }
         let mut names = BTreeSet::new();
+        for name in shedders.iter().map(Shedder::name) {
+            if !names.insert(name.to_ascii_lowercase()) {
+                return Err(BuildError::DuplicateName { name: name.to_owned() });
+            }
+        }
         let mut spaces: Vec<Space<R>> = Vec::new();
         let mut entries = Vec::with_capacity(policies.len());
         let (mut rates, mut slot_names) = (0, Vec::new());
         for (index, policy) in policies.into_iter().enumerate() {
             let name = policy.name.clone().into_owned();
-            check_name(&name)?;
+            if !is_name(&name) {
+                return Err(BuildError::InvalidName { name });
+            }
             if !names.insert(name.to_ascii_lowercase()) {
                 return Err(BuildError::DuplicateName { name });
             }
@@ -547,42 +560,17 @@ fn finds_the_same_keys<R: ?Sized + 'static>(
     Arc::ptr_eq(a, b) || a.name().is_some_and(|name| Some(name) == b.name())
 }
 
-fn check_name(name: &str) -> Result<(), BuildError> {
-    let mut bytes = name.bytes();
-    let first = bytes.next().is_some_and(|byte| byte.is_ascii_alphabetic());
-    let rest = bytes.all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte));
-    if first && rest && name.len() <= 64 {
-        Ok(())
-    } else {
-        Err(BuildError::InvalidName { name: name.to_owned() })
-    }
-}
-
-/// Names are handed out in every decision, so they live as long as the process. The same name is
-/// kept once, however many stacks use it.
-fn intern(name: Cow<'static, str>) -> &'static str {
-    static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
-    let name = match name {
-        Cow::Borrowed(name) => return name,
-        Cow::Owned(name) => name,
-    };
-    let mut names = NAMES.lock();
-    match names.get(name.as_str()) {
-        Some(known) => known,
-        None => {
-            let name = name.leak();
-            names.insert(name);
-            name
-        }
-    }
-}
-
 // === impl BuildError ===
 
 impl fmt::Display for BuildError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NoPolicy => f.write_str("the stack has no policy; add one with `policy`"),
+            Self::NoPriority { shedder } => write!(
+                f,
+                "load shedder `{shedder}` has to know how important a request is; call `priority`, for \
+                 HTTP with `ByMethod::new()`"
+            ),
             Self::InvalidName { name } => write!(
                 f,
                 "`{}` is no name for a policy; begin with a letter and go on with up to 63 letters, \
@@ -591,7 +579,7 @@ impl fmt::Display for BuildError {
             ),
             Self::DuplicateName { name } => write!(
                 f,
-                "two policies are named `{name}` (upper and lower case count as the same)"
+                "two policies or load shedders are named `{name}` (upper and lower case count as the same)"
             ),
             Self::NoKey { policy } => write!(
                 f,
@@ -611,8 +599,8 @@ impl fmt::Display for BuildError {
             ),
             Self::CannotHold { policy } => write!(
                 f,
-                "policy `{policy}` limits how many calls are in flight, and an interceptor does not \
-                 see when a call is over; use the layer"
+                "`{policy}` counts calls in flight, and an interceptor does not see when a call is over; \
+                 use the layer"
             ),
             Self::CannotAsk => f.write_str(
                 "the state is in Redis, and an interceptor cannot wait for the answer; use the layer",

@@ -5,6 +5,7 @@
 //! call, the probe, goes through while all others stay refused. Its success closes the breaker, its
 //! failure opens it for the next, longer interval.
 
+use crate::random::draw;
 use parking_lot::Mutex;
 use std::{
     mem,
@@ -367,16 +368,6 @@ impl Tally {
             (calls + u64::from(slice.calls), failed + u64::from(slice.failed))
         })
     }
-}
-
-/// A number from 0 to `most`, by splitmix64.
-fn draw(random: &mut u64, most: u64) -> u64 {
-    *random = random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut bits = *random;
-    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    bits ^= bits >> 31;
-    ((u128::from(bits) * (u128::from(most) + 1)) >> 64) as u64
 }
 
 fn whole_us(duration: Duration) -> u64 {

@@ -40,7 +40,8 @@ pub enum StateChange {
     Up,
 }
 
-/// How a store is doing, and what it did since it was made. Refunds and resets count as requests.
+/// How a store is doing, and what it did since it was made. Refunds and resets count as
+/// requests, and so does what instances of a fleet tell each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Health {

@@ -6,6 +6,7 @@ pub(crate) mod crowd;
 #[cfg(feature = "redis")]
 pub(crate) mod fleet;
 pub(crate) mod net;
+pub(crate) mod process;
 pub(crate) mod proxy;
 pub(crate) mod puppet;
 pub(crate) mod server;

@@ -205,8 +205,7 @@ impl Server {
 
     fn signal(&self, name: &str) {
         let process = self.process.as_ref().expect("it was killed");
-        let kill = format!("kill -{name} {}", process.id());
-        assert!(Command::new("sh").args(["-c", &kill]).status().unwrap().success());
+        signal(process.id(), name);
     }
 }
 
@@ -215,6 +214,12 @@ impl Drop for Server {
         self.kill();
         let _ = fs::remove_dir_all(&self.dir);
     }
+}
+
+/// Sends a process a signal, e.g. `STOP`.
+pub(crate) fn signal(process: u32, name: &str) {
+    let kill = format!("kill -{name} {process}");
+    assert!(Command::new("sh").args(["-c", &kill]).status().unwrap().success());
 }
 
 /// Another number every time.

@@ -21,6 +21,7 @@ mod checks;
 mod codec;
 mod connection;
 mod error;
+mod fleet;
 mod lane;
 mod leases;
 mod scripts;
@@ -35,6 +36,7 @@ pub use redis as client;
 
 pub(crate) use answer::{fill_in, fill_in_slots, memory};
 pub(crate) use codec::{Ask, AskedCharge, CodedRule, MOST_LEASED, PolicyId, Told};
+pub(crate) use fleet::FleetSum;
 pub(crate) use leases::Lease;
 
 use crate::{
@@ -74,8 +76,8 @@ use tokio::{runtime::Handle, time::timeout};
 ///
 /// An ACL user needs no more than this, with the namespace in place of `api`, or `~tg:*` without one.
 /// `+msetex` is of use where the server has it, and `+info` for [`check`](Self::check) to see more than
-/// what is missing. A database other than 0 takes `+select`, and a pool of your own that tests its
-/// connections `+ping`.
+/// what is missing. A [`FleetShedder`](crate::shed::FleetShedder) takes `+hset +hdel +hgetall` as well, a
+/// database other than 0 `+select`, and a pool of your own that tests its connections `+ping`.
 ///
 /// ```text
 /// ACL SETUSER api on >password ~tg:api:* -@all +evalsha +eval +time +mget +set +del

@@ -56,3 +56,7 @@ pub(super) static LEASES: LazyLock<KnownScript> = LazyLock::new(|| {
 /// Looks for what would be in the way.
 pub(super) static CHECK: LazyLock<KnownScript> =
     LazyLock::new(|| KnownScript::new(include_str!("../../../lua/check.lua")));
+
+/// Tells how many requests an instance has in flight, and finds out how many all have.
+pub(super) static FLEET: LazyLock<KnownScript> =
+    LazyLock::new(|| KnownScript::new(include_str!("../../../lua/fleet.lua")));

@@ -1,0 +1,34 @@
+//! How many requests the instances of a fleet have in flight.
+
+use super::{RedisStore, StoreError, scripts::FLEET};
+use redis::from_redis_value;
+
+/// What all instances have in flight, as they last told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct FleetSum {
+    pub(crate) critical: u64,
+    pub(crate) other: u64,
+    pub(crate) instances: u64,
+}
+
+impl RedisStore {
+    /// Tells how many critical and other requests an instance has in flight, which counts for so long,
+    /// or with 0 that it is going. `None` if the server does not answer.
+    pub(crate) async fn tell_fleet(
+        &self,
+        key: &str,
+        id: &str,
+        lease_ms: u64,
+        load: [u64; 2],
+    ) -> Option<FleetSum> {
+        let tell = async {
+            let reply = self.shared.server.run(&FLEET, |command| {
+                command.arg(1).arg(key).arg(id).arg(lease_ms).arg(&load);
+            });
+            let (critical, other, instances) =
+                from_redis_value(reply.await?).map_err(|_| StoreError::unreadable())?;
+            Ok::<_, StoreError>(FleetSum { critical, other, instances })
+        };
+        self.shared.guard.call(tell).await
+    }
+}
