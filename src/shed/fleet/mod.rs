@@ -314,6 +314,8 @@ impl FleetShedderBuilder {
     /// How often this instance tells how many requests it has in flight, and hears of the others; 10 ms
     /// to 10 s. When its number has changed by more than a sixteenth of the capacity, it does so up to
     /// eight times as often. Default: 200 ms.
+    ///
+    /// Every call goes through all instances on the server, so hundreds of them should tick more slowly.
     #[cfg(feature = "redis")]
     #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
     #[must_use]
