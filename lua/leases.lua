@@ -8,19 +8,14 @@
 -- RETURNS  numbers of 4 bytes: the indices, from 0, of leases that had run out before they were to last.
 --          They hold their slots again, even if there are too many then: who holds them is still at work.
 -- TTL      a set expires between one and two lengths of a lease after the last was taken or made to last
+for i = 1, #KEYS do look_over(KEYS[i]) end
 local lasting, at = ARGV[1], 8
 local lease_us = unpack('<I7', lasting)
-local lost, looked_over = {}, {}
-local count = 0
+local lost, count = {}, 0
 while at <= #lasting do
   local index, slots, id
   index, slots, id, at = unpack('<I2I4c16', lasting, at)
-  local set = KEYS[index]
-  if not looked_over[index] then
-    call('ZREMRANGEBYSCORE', set, '-inf', now)
-    looked_over[index] = true
-  end
-  if hold(set, id, slots, lease_us) > 0 then lost[#lost + 1] = pack('<I4', count) end
+  if hold(KEYS[index], id, slots, lease_us) > 0 then lost[#lost + 1] = pack('<I4', count) end
   count = count + 1
 end
 local ending

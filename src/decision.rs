@@ -91,9 +91,12 @@ pub(crate) enum Verdict {
 pub(crate) struct Allotment {
     /// At least as much as can remain.
     pub(crate) limit: u64,
-    /// The time in which so much comes back; 0 for slots, which come back when they are released.
+    /// The time in which so much comes back; 0 for months, which differ.
     pub(crate) window_us: u64,
 }
+
+/// What stands for a window where there is none: slots come back when they are released.
+const NO_WINDOW: u64 = u64::MAX;
 
 /// How long to wait for what nobody knows about: soon enough to be of use, and late enough not to be a
 /// burden.
@@ -104,12 +107,12 @@ pub(crate) type Outcomes = SmallVec<[Outcome; 3]>;
 
 impl Allotment {
     pub(crate) const fn of_slots(limit: u64) -> Self {
-        Self { limit, window_us: 0 }
+        Self { limit, window_us: NO_WINDOW }
     }
 
     /// Whether it is of requests in flight, rather than of requests over time.
     pub(crate) const fn is_of_slots(&self) -> bool {
-        self.window_us == 0
+        self.window_us == NO_WINDOW
     }
 }
 

@@ -2,6 +2,15 @@
 -- id with a number behind it. A set is kept for a while longer than the last of its leases, so that its
 -- own expiry has to be moved only now and then.
 
+-- Forgets leases that have run out. What is no set of ours is as good as gone.
+local function look_over(set)
+  local reply = redis.pcall('ZREMRANGEBYSCORE', set, '-inf', now)
+  if type(reply) == 'table' then
+    if not string.find(reply.err, 'WRONGTYPE', 1, true) then return error(reply) end
+    call('DEL', set)
+  end
+end
+
 -- Takes a lease, or makes it last from now on. Returns how many of its slots were not held before.
 local function hold(set, id, slots, lease_us)
   local added = call('ZADD', set, now + lease_us, id)

@@ -3,14 +3,10 @@
 -- State: a sorted set of its own, with a member for each slot: who holds it and until when. Told, before
 -- the request: how many slots are held.
 local function define_leases()
-  -- Finds out how many slots are held. What is no set of ours is as good as gone.
+  -- Finds out how many slots are held.
   local function load(rule, key, set)
     if rule.held[key] then return end
-    local reply = redis.pcall('ZREMRANGEBYSCORE', set, '-inf', now)
-    if type(reply) == 'table' then
-      if not string.find(reply.err, 'WRONGTYPE', 1, true) then return error(reply) end
-      call('DEL', set)
-    end
+    look_over(set)
     rule.sets[key], rule.held[key] = set, call('ZCARD', set)
   end
 
@@ -25,8 +21,8 @@ local function define_leases()
   end
 
   local function release(rule, key, set, slots, id)
-    local released = let_go(set, id, slots)
-    if rule.held[key] then rule.held[key] = rule.held[key] - released end
+    load(rule, key, set)
+    rule.held[key] = rule.held[key] - let_go(set, id, slots)
   end
 
   local function prepare(kind, id, _, _, _, _, limit, lease_us)

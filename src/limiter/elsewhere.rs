@@ -128,16 +128,14 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let (here, elsewhere) = (bill.slots_here(), bill.slots_elsewhere());
         let (here_outcomes, other_outcomes) =
             outcomes[bill.charges.len()..].split_at_mut(here.len());
-        let taken = slots.take(here, here_outcomes, mode, place, |fit| {
-            let mut nobody_waits = true;
-            for (slot, outcome) in elsewhere.iter().zip(&mut *other_outcomes) {
-                // Whoever waits in this process is first.
-                if slots.others_wait(slot, place) {
-                    (outcome.verdict, nobody_waits) = (Verdict::Full, false);
-                }
+        let mut nobody_waits = true;
+        for (slot, outcome) in elsewhere.iter().zip(&mut *other_outcomes) {
+            // Whoever waits in this process is first.
+            if slots.others_wait(slot, place) {
+                (outcome.verdict, nobody_waits) = (Verdict::Full, false);
             }
-            fit && nobody_waits
-        });
+        }
+        let taken = slots.take(here, here_outcomes, mode, place, |fit| fit && nobody_waits);
         let Some(taken) = taken else {
             // Policies elsewhere were not asked, and have said nothing.
             let waited_for = other_outcomes.iter().filter(|other| other.verdict == Verdict::Full);

@@ -212,8 +212,9 @@ impl<R: ?Sized> Policy<R> {
     /// Lets up to so many more requests of a key wait for a slot, for up to so long, first come first
     /// served. For concurrency limits only. Default: none waits.
     ///
-    /// Whoever gives up while waiting gives up its place. With slots in Redis, the order is that of each
-    /// instance.
+    /// Whoever gives up while waiting gives up its place. With slots in Redis, each instance has a line of
+    /// its own, in the order in which requests found no slot free; whoever is first in it asks again every
+    /// 25 ms, or as soon as this instance releases a slot.
     #[must_use]
     pub fn queue(mut self, requests: usize, max_wait: Duration) -> Self {
         match &mut self.counts {

@@ -238,9 +238,8 @@ pub(super) fn policies(policies: impl Iterator<Item = (&'static str, Allotment)>
         text.push_number(quota.limit.min(MAX_INTEGER));
         if quota.is_of_slots() {
             text.push_str(";qu=\"concurrent-requests\"");
-        }
         // The field has no words for less than a second, and a whole one would not be true.
-        if quota.window_us >= 1_000_000 {
+        } else if quota.window_us >= 1_000_000 {
             text.push_str(";w=");
             text.push_number(ceil_seconds(quota.window_us));
         }

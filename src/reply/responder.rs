@@ -285,7 +285,7 @@ mod tests {
         for (wait_us, told) in
             [(199_000, "1"), (0, "1"), (1, "1"), (SECOND, "1"), (SECOND + 1, "2")]
         {
-            let outcome = waiting("a", allotment(1, 1), wait_us);
+            let outcome = waiting("a", allotment(1, 0), wait_us);
             let response = reject(both(), &rejection(Reason::Limited, [outcome]));
             assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
             assert_eq!(response.headers()[RETRY_AFTER], told, "{wait_us}");
@@ -638,7 +638,7 @@ mod tests {
         fn outcome()(
             policy in proptest::sample::select(vec!["a", "Burst.v2", "per-client_1"]),
             limit in amount(),
-            window_us in span().prop_map(|span| span.max(1)),
+            window_us in span(),
             remaining in amount(),
             cost in 0_u64..5,
             reset_us in span(),

@@ -36,6 +36,8 @@ use tokio::{
 pub struct LeaseHealth {
     /// How many requests hold slots on leases now.
     pub held: usize,
+    /// How many leases are over, of which the server does not know yet.
+    pub ending: usize,
     /// How many leases had run out, or were forgotten by the server, before they were made to last. They hold
     /// their slots again since, so there may have been more requests in flight than the limit.
     pub lost: u64,
@@ -139,7 +141,13 @@ impl Leases {
     }
 
     pub(super) fn health(&self) -> LeaseHealth {
-        LeaseHealth { held: self.book.lock().held.len(), lost: self.lost.load(Relaxed) }
+        let book = self.book.lock();
+        let in_sets = |sets: &Ending| sets.values().map(Vec::len).sum::<usize>();
+        LeaseHealth {
+            held: book.held.len(),
+            ending: in_sets(&book.ending) + in_sets(&book.leaving) + book.ending_later.len(),
+            lost: self.lost.load(Relaxed),
+        }
     }
 }
 
@@ -273,7 +281,9 @@ impl Keeper {
                 let since = *self.failing_since.get_or_insert_with(Instant::now);
                 if since.elapsed() > *length {
                     // Whatever the server still knew of has run out by now.
-                    book.lock().ending.clear();
+                    let mut book = book.lock();
+                    book.ending.clear();
+                    book.ending_later.clear();
                 }
                 sleep(PAUSE).await;
             }
