@@ -4,7 +4,7 @@ use crate::{algorithm::Terms, key::Fingerprint, store::Rule};
 use redis::Cmd;
 use sha2::{Digest, Sha256};
 use smallvec::SmallVec;
-use std::sync::Arc;
+use std::{fmt::Write, sync::Arc};
 
 /// A rule in the form that the scripts read. Clones are cheap, and equal ones go into a batch once.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,12 +68,12 @@ impl PolicyId {
 
 impl CodedRule {
     pub(crate) fn new(policy: PolicyId, rule: &Rule) -> Self {
-        let Record { code, terms, spare, length } = Record::of(rule);
+        let Record { code, terms, format, length } = Record::of(rule);
         let mut bytes = vec![kind(rule)];
         bytes.extend(policy.0);
         bytes.push(code);
         rule.numbers().iter().for_each(|&number| push_number(&mut bytes, number));
-        for text in [&terms[..], spare.as_bytes()] {
+        for text in [&terms[..], format.as_bytes()] {
             bytes.push(text.len() as u8);
             bytes.extend(text);
         }
@@ -103,8 +103,8 @@ struct Record {
     code: u8,
     /// The terms that its numbers are in.
     terms: Vec<u8>,
-    /// The format of the drops that a bucket has to spare.
-    spare: String,
+    /// How a bucket is packed.
+    format: String,
     length: usize,
 }
 
@@ -145,7 +145,7 @@ const PERIODS_MS: [u64; 28] = [
 
 impl Record {
     fn of(rule: &Rule) -> Self {
-        let plain = |code, length| Self { code, terms: Vec::new(), spare: String::new(), length };
+        let plain = |code, length| Self { code, terms: Vec::new(), format: String::new(), length };
         match rule {
             Rule::Meter(meter) => {
                 let terms = meter.terms();
@@ -180,10 +180,8 @@ impl Record {
             Some((terms, tells_units))
         });
         let (terms, tells_units) = terms.min_by_key(|(terms, _)| terms.len())?;
-        let (spare, spare_length) = if drains_more { ("I3", 3) } else { ("", 0) };
-        let length = HEAD + terms.len() + spare_length;
         let code = u8::from(tells_units) | u8::from(drains_more) << 1;
-        Some(Self { code, terms, spare: spare.to_owned(), length })
+        Some(Self::bucket(code, terms, if drains_more { 3 } else { 0 }))
     }
 
     fn in_full(&Terms { pace, units }: &Terms) -> Self {
@@ -202,8 +200,17 @@ impl Record {
         terms.extend(&pace.drops_per_tick.to_le_bytes()[..drops_width]);
         terms.extend(&pace.drops_per_unit.to_le_bytes()[..unit_width]);
         terms.extend(&units.to_le_bytes()[..units_width]);
-        let spare = if drops_width > 0 { format!("I{drops_width}") } else { String::new() };
-        Self { code: 4, terms, spare, length }
+        Self::bucket(4, terms, drops_width)
+    }
+
+    /// `spare` is how many bytes the drops take that the last tick has to spare.
+    fn bucket(code: u8, terms: Vec<u8>, spare: usize) -> Self {
+        let mut format = format!("<I2I6Bc{}", terms.len());
+        if spare > 0 {
+            write!(format, "I{spare}").expect("a string takes everything");
+        }
+        let length = HEAD + terms.len() + spare;
+        Self { code, terms, format, length }
     }
 }
 
@@ -240,6 +247,15 @@ impl<'a> Tables<'a> {
             }
         }
         tables
+    }
+
+    /// The index of the identity that all charges of a request are for, if that is all they need.
+    fn only_key(&mut self, ask: &'a Ask) -> Option<u16> {
+        let fingerprint = ask.charges.first()?.fingerprint;
+        let charges = &mut ask.charges.iter();
+        charges
+            .all(|charge| charge.fingerprint == fingerprint && !charge.rule.keeps_ring)
+            .then(|| index_of(&mut self.keys, (fingerprint, &*ask.prefix)))
     }
 
     /// The indices of a charge's identity, rule and ring, as `KEYS` and the rules are counted.
@@ -283,7 +299,18 @@ pub(super) fn push_batch(command: &mut Cmd, asks: &[&Ask], has_msetex: bool) {
     let mut tables = Tables::new(asks);
     let mut requests = (tables.keys.len() as u16).to_le_bytes().to_vec();
     requests.push(has_msetex.into());
-    for ask in asks {
+    let mut run: Option<Run<'_>> = None;
+    for &ask in asks {
+        let key = tables.only_key(ask);
+        if let Some(run) = &mut run
+            && key == Some(run.next_key)
+            && run.ask.is_like(ask)
+        {
+            run.extend(&mut requests);
+            continue;
+        }
+        run = key.map(|key| Run { ask, at: requests.len(), length: 1, next_key: key + 1 });
+        requests.extend(1_u16.to_le_bytes());
         let count = ask.charges.len() as u16 | if ask.peeks { PEEKS } else { 0 };
         requests.extend(count.to_le_bytes());
         for charge in &ask.charges {
@@ -298,6 +325,33 @@ pub(super) fn push_batch(command: &mut Cmd, asks: &[&Ask], has_msetex: bool) {
     }
     tables.push_args(command);
     command.arg(requests);
+}
+
+/// Requests that ask the same for one identity after the other are written once.
+struct Run<'a> {
+    ask: &'a Ask,
+    /// Where it says how many they are.
+    at: usize,
+    length: u16,
+    next_key: u16,
+}
+
+impl Run<'_> {
+    fn extend(&mut self, requests: &mut [u8]) {
+        self.length += 1;
+        self.next_key += 1;
+        requests[self.at..self.at + 2].copy_from_slice(&self.length.to_le_bytes());
+    }
+}
+
+impl Ask {
+    /// Whether it is the same but for whom it is about.
+    fn is_like(&self, other: &Self) -> bool {
+        let mut pairs = self.charges.iter().zip(&other.charges);
+        self.peeks == other.peeks
+            && self.charges.len() == other.charges.len()
+            && pairs.all(|(one, two)| one.rule == two.rule && one.cost == two.cost)
+    }
 }
 
 /// Appends the arguments of `refund.lua`. Each charge comes with what its algorithm has to know of the
@@ -360,21 +414,22 @@ pub(super) fn read_told(mut reply: &[u8], asks: &[&Ask]) -> Option<Vec<Told>> {
         Some(number.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte)))
     };
     let time_us = number()?;
-    let told = asks.iter().map(|ask| {
-        let state = |charge: &AskedCharge| {
-            let mut state = [0; 3];
-            for told in &mut state[..charge.rule.told] {
-                *told = number()?;
-            }
-            Some(state)
-        };
-        let states = ask.charges.iter().map(state).collect::<Option<_>>()?;
-        Some(Told { time_us, admitted: false, states })
-    });
-    let mut told = told.collect::<Option<Vec<_>>>()?;
-    for told in told.chunks_mut(32) {
+    let mut told = Vec::with_capacity(asks.len());
+    for asks in asks.chunks(32) {
+        let first = told.len();
+        for ask in asks {
+            let state = |charge: &AskedCharge| {
+                let mut state = [0; 3];
+                for told in &mut state[..charge.rule.told] {
+                    *told = number()?;
+                }
+                Some(state)
+            };
+            let states = ask.charges.iter().map(state).collect::<Option<_>>()?;
+            told.push(Told { time_us, admitted: false, states });
+        }
         let bits = number()?;
-        for (index, told) in told.iter_mut().enumerate() {
+        for (index, told) in told[first..].iter_mut().enumerate() {
             told.admitted = bits >> index & 1 == 1;
         }
     }
