@@ -2,11 +2,12 @@
 --
 -- KEYS     the identities, then the rings of their sliding logs
 -- ARGV[1]  the rules (identity.lua)
--- ARGV[2]  how many of the keys are identities (2 bytes), whether the server has MSETEX (1); then for
---          each run of requests that are alike, but for their identities, how many they are (2), how
---          many charges each has (2, plus 32768 if it only asks), and for each of those the indices of
---          its identity (2; the next one for each request), rule (2) and ring (2, or 0) and its cost
---          (1; 255 if it is larger than 254 and follows in 7 more)
+-- ARGV[2]  how many of the keys are identities (2 bytes), whether the server has MSETEX (1), whether
+--          the short way may do (1; decide_buckets.lua); then for each run of requests that are alike,
+--          but for their identities, how many they are (2), how many charges each has (2, plus 32768
+--          if it only asks), and for each of those the indices of its identity (2; each further
+--          request has the next one), rule (2) and ring (2, or 0) and its cost (1; 255 if it is larger
+--          than 254 and follows in 7 more)
 -- ARGV[3]  in tests: the present, in microseconds
 -- RETURNS  numbers of 7 bytes: the present in microseconds; then for up to 32 requests at a time what
 --          was told of the states before each charge, and bits that tell which were admitted, lowest
@@ -15,7 +16,7 @@
 --          nothing was charged, nothing is written, unless a state had to be brought to another quota
 --          or back from the future of a clock that was put back.
 local requests, names, byte = ARGV[2], KEYS, string.byte
-local identities_count, has_msetex, at = unpack('<I2B', requests)
+local identities_count, has_msetex, _, at = unpack('<I2BB', requests)
 read_identities(identities_count)
 
 -- Charges what there is room for.

@@ -1,7 +1,8 @@
--- The short way to decide. Most requests are about buckets, and most identities have records of these
--- and no others, one after the other, as they were left. Batches of such requests are decided here,
--- and nothing is made on the way that can be done without. Whatever else is met, this gives up before
--- anything is written, and the rest of the script begins anew.
+-- The short way to decide. Most requests are about buckets of one identity, and most identities have
+-- records of these and of no others, one after the other, as they were left. The store says whether a
+-- batch has only such requests (codec.rs); then it is decided here, and nothing is made on the way that
+-- can be done without. If another record is met, or one of a clock that was put back, this gives up
+-- before anything is written, and the rest of the script begins anew.
 --
 -- An identity's state is its string: each request reads it, and puts another in its place. The numbers
 -- are those of meter.lua, in microseconds, since terms in short have no other ticks.
@@ -19,23 +20,24 @@ local function tell(told, n)
   return reply
 end
 
--- What to tell, how many numbers; the strings, when those end that were changed, and whether the server
--- has MSETEX. Nothing, if this is not for the short way.
+-- What to tell, how many numbers; the strings, and when those end that were changed. Nothing, if the
+-- short way does not lead there.
 local function decide_buckets(now)
   local struct, list, LOW = struct, _G.unpack, 2 ^ 48
   local pack, unpack = struct.pack, struct.unpack
   -- Arrays are made with some room, because growing them one by one is dear.
   local rules, packed, at = { nil, nil, nil }, ARGV[1], 1
   while at <= #packed do
-    -- Kind, id, code, tick, drops per tick, drops per unit, capacity, farthest, countable, terms,
-    -- format, length; and at last a place for the cost.
-    local rule = { unpack('<BI2BI7I7I7I7I7I7Bc0Bc0B', packed, at) }
-    if rule[3] > 3 then return end
-    rules[#rules + 1], at = rule, rule[13]
+    local _, id, code, _, drops_per_tick, drops_per_unit, capacity, farthest, _, terms, format, length,
+      behind = unpack('<BI2BI7I7I7I7I7I7Bc0Bc0B', packed, at)
+    -- There is a place for how many drops a request costs.
+    rules[#rules + 1] = { id, code * 32, drops_per_tick, capacity, farthest, terms, format, length, 0,
+      drops_per_unit }
+    at = behind
   end
 
-  local requests, _, has_msetex = ARGV[2]
-  _, has_msetex, at = unpack('<I2B', requests)
+  local requests = ARGV[2]
+  at = 5
   local values, ends = redis.call('MGET', list(KEYS)), { nil, nil, nil, nil }
   local told, n = { now, nil, nil, nil, nil }, 1
   local bits, bit = 0, 1
@@ -50,31 +52,23 @@ local function decide_buckets(now)
       key, index, _, cost, at = unpack('<I2I2I2B', requests, at)
       if cost == 255 then cost, at = unpack('<I7', requests, at) end
       local rule = rules[index]
-      -- The charges of a request are for one identity, and policies whose names happen to have the
-      -- same hash are not told apart here.
-      first = first or key
-      if key ~= first then return end
-      for j = 1, i - 1 do
-        if charged[j][2] == rule[2] then return end
-      end
-      charged[i], rule[13] = rule, cost
-      costs, length = costs + cost, length + rule[12]
+      first, charged[i], rule[9] = key, rule, cost * rule[10]
+      costs, length = costs + cost, length + rule[8]
     end
     -- What costs nothing changes nothing.
     if costs == 0 then charging = false end
 
     -- The rule at hand. With one for all requests it is taken out of its table once.
-    local loaded, id, code, drops_per_tick, drops_per_unit, capacity, farthest, terms, format
-    local record_length, drops
+    local loaded, id, code, drops_per_tick, capacity, farthest, terms, format, record_length, drops
     for key = first, first + alike - 1 do
       local value, from = values[key], 1
       if value and #value ~= length then return end
       local admitted, fresh, after = true, now
       for i = 1, count do
         if loaded ~= i then
-          id, code, _, drops_per_tick, drops_per_unit, capacity, farthest, _, terms, format,
-            record_length, drops = list(charged[i], 2)
-          loaded, code, drops = i, code * 32, drops * drops_per_unit
+          id, code, drops_per_tick, capacity, farthest, terms, format, record_length, drops =
+            list(charged[i], 1, 9)
+          loaded = i
         end
         local level, spare = 0, 0
         if value then
@@ -103,7 +97,7 @@ local function decide_buckets(now)
           if empty > fresh then fresh = empty end
           local low = empty % LOW
           local record = pack(format, id, low, (empty - low) / LOW + code, terms, spare)
-          after = after and after .. record or record
+          if after then after = after .. record else after = record end
         end
       end
       if admitted then
@@ -122,13 +116,13 @@ local function decide_buckets(now)
     n = n + 1
     told[n] = bits
   end
-  return told, n, values, ends, has_msetex == 1
+  return told, n, values, ends
 end
 
-do
-  local told, n, values, ends, has_msetex = decide_buckets(now)
+if string.byte(ARGV[2], 4) == 1 then
+  local told, n, values, ends = decide_buckets(now)
   if told then
-    write_strings(now, ttl_ms, values, ends, has_msetex)
+    write_strings(now, ttl_ms, values, ends, string.byte(ARGV[2], 3) == 1)
     return tell(told, n)
   end
 end

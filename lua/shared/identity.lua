@@ -203,7 +203,8 @@ local function write_identities(has_msetex)
     if count == 0 then
       call('DEL', KEYS[key])
     else
-      values[key], ends[key] = table.concat(parts, '', 1, count), fresh
+      values[key] = count == 1 and parts[1] or table.concat(parts, '', 1, count)
+      ends[key] = fresh
     end
   end
   write_strings(now, ttl_ms, values, ends, has_msetex)

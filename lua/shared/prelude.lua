@@ -35,9 +35,11 @@ local LOW = 2 ^ 48
 -- without one are left alone. A power of two of milliseconds is close enough an expiry: to be kept for
 -- longer is harmless, since a state is judged by the instants in it.
 local function write_strings(now, ttl_ms, values, ends, has_msetex)
-  local names, call, batches = KEYS, redis.call
-  -- The last expiry, as text, and as the longest time in microseconds for which it is the one.
-  local expiry, longest = nil, 0
+  local names, call = KEYS, redis.call
+  -- The last expiry, as text, and as the longest time in microseconds for which it is the one; and the
+  -- names and strings that are written with it by one command, if the server can do that.
+  local expiry, longest, batch = nil, 0
+  local batches = has_msetex and {}
   for key = 1, #names do
     local fresh = ends[key]
     if fresh then
@@ -45,24 +47,23 @@ local function write_strings(now, ttl_ms, values, ends, has_msetex)
       if ttl > longest or ttl * 2 <= longest then
         local _, class = math.frexp(ttl_ms(fresh))
         expiry, longest = string.format('%d', 2 ^ class), 2 ^ class * 1000
+        if batches then
+          batch = batches[expiry] or { nil, nil, nil, nil }
+          batches[expiry] = batch
+        end
       end
-      if has_msetex then
-        -- One command for all that expire at the same time.
-        batches = batches or {}
-        local batch = batches[expiry] or {}
-        batches[expiry] = batch
-        batch[#batch + 1] = names[key]
-        batch[#batch + 1] = values[key]
+      if batch then
+        local size = #batch
+        batch[size + 1], batch[size + 2] = names[key], values[key]
       else
         call('SET', names[key], values[key], 'PX', expiry)
       end
     end
   end
   if not batches then return end
-  for text, batch in pairs(batches) do
-    local count = #batch / 2
-    batch[#batch + 1] = 'PX'
-    batch[#batch + 1] = text
-    call('MSETEX', count, _G.unpack(batch))
+  for text, all in pairs(batches) do
+    local size = #all
+    all[size + 1], all[size + 2] = 'PX', text
+    call('MSETEX', size / 2, _G.unpack(all))
   end
 end

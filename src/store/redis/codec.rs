@@ -14,6 +14,8 @@ pub(crate) struct CodedRule {
     /// How many numbers are told of its states.
     told: usize,
     keeps_ring: bool,
+    /// Whether it is a bucket with terms in short, as `decide_buckets.lua` has them.
+    is_short: bool,
 }
 
 /// What stands for the name of a policy in its records.
@@ -84,7 +86,7 @@ impl CodedRule {
             Rule::SlidingWindow(_) | Rule::SlidingLog(_) => 3,
         };
         let keeps_ring = matches!(rule, Rule::SlidingLog(_));
-        Self { bytes: bytes.into(), policy, told, keeps_ring }
+        Self { bytes: bytes.into(), policy, told, keeps_ring, is_short: code < 4 }
     }
 }
 
@@ -249,18 +251,14 @@ impl<'a> Tables<'a> {
         tables
     }
 
-    /// The index of the identity that all charges of a request are for, if that is all they need.
-    fn only_key(&mut self, ask: &'a Ask) -> Option<u16> {
-        let fingerprint = ask.charges.first()?.fingerprint;
-        let charges = &mut ask.charges.iter();
-        charges
-            .all(|charge| charge.fingerprint == fingerprint && !charge.rule.keeps_ring)
-            .then(|| index_of(&mut self.keys, (fingerprint, &*ask.prefix)))
+    /// The index of an identity.
+    fn key_index(&mut self, ask: &'a Ask, fingerprint: Fingerprint) -> u16 {
+        index_of(&mut self.keys, (fingerprint, &*ask.prefix))
     }
 
     /// The indices of a charge's identity, rule and ring, as `KEYS` and the rules are counted.
     fn push_indices(&mut self, bytes: &mut Vec<u8>, ask: &'a Ask, charge: &'a AskedCharge) {
-        let key = index_of(&mut self.keys, (charge.fingerprint, &*ask.prefix));
+        let key = self.key_index(ask, charge.fingerprint);
         let rule = index_of(&mut self.rules, &charge.rule);
         let ring = if charge.rule.keeps_ring {
             self.keys.len() as u16 + index_of(&mut self.rings, (key, charge.rule.policy))
@@ -299,9 +297,10 @@ pub(super) fn push_batch(command: &mut Cmd, asks: &[&Ask], has_msetex: bool) {
     let mut tables = Tables::new(asks);
     let mut requests = (tables.keys.len() as u16).to_le_bytes().to_vec();
     requests.push(has_msetex.into());
+    requests.push(asks.iter().all(|ask| ask.is_short()).into());
     let mut run: Option<Run<'_>> = None;
     for &ask in asks {
-        let key = tables.only_key(ask);
+        let key = ask.only_identity().map(|identity| tables.key_index(ask, identity));
         if let Some(run) = &mut run
             && key == Some(run.next_key)
             && run.ask.is_like(ask)
@@ -345,6 +344,27 @@ impl Run<'_> {
 }
 
 impl Ask {
+    /// The identity that all charges are for, if they need nothing else.
+    fn only_identity(&self) -> Option<Fingerprint> {
+        let first = self.charges.first()?.fingerprint;
+        let mut charges = self.charges.iter();
+        charges
+            .all(|charge| charge.fingerprint == first && !charge.rule.keeps_ring)
+            .then_some(first)
+    }
+
+    /// Whether it may be decided in `decide_buckets.lua`. Policies whose names happen to have the same
+    /// hash are not told apart there.
+    fn is_short(&self) -> bool {
+        let rules = || self.charges.iter().map(|charge| &charge.rule);
+        let is_twin = |(index, rule): (usize, &CodedRule)| {
+            rules().take(index).any(|other| other.policy == rule.policy)
+        };
+        self.only_identity().is_some()
+            && rules().all(|rule| rule.is_short)
+            && !rules().enumerate().any(is_twin)
+    }
+
     /// Whether it is the same but for whom it is about.
     fn is_like(&self, other: &Self) -> bool {
         let mut pairs = self.charges.iter().zip(&other.charges);
