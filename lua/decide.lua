@@ -2,20 +2,23 @@
 --
 -- KEYS     the identities, then the rings of their sliding logs and the sets of their leases
 -- ARGV[1]  the rules (identity.lua)
--- ARGV[2]  how many of the keys are identities (2 bytes), whether the server has MSETEX (1); then for
---          each request how many charges it has (2, plus 32768 if it only asks, plus 16384 if it asks for
---          slots); if it asks for slots, the id of its lease (16), how many other leases are to end before
---          (1), and for each of those the same three indices as below, its slots (4) and its id (16); then
---          for each charge the indices of its identity (2), rule (2) and ring or set (2, or 0) and its cost
---          (1; 255 if it is larger than 254 and follows in 7 more)
+-- ARGV[2]  how many of the keys are identities (2 bytes), whether the server has MSETEX (1), whether
+--          the short way may do (1; decide_buckets.lua); then for each run of requests that are alike,
+--          but for their identities, how many they are (2), how many charges each has (2, plus 32768
+--          if it only asks, plus 16384 if it asks for slots and is not alike to any other); if it asks
+--          for slots, the id of its lease (16), how many other leases are to end before (1), and for
+--          each of those the same three indices as below, its slots (4) and its id (16); then for each
+--          charge the indices of its identity (2; each further request has the next one), rule (2) and
+--          ring or set (2, or 0) and its cost (1; 255 if it is larger than 254 and follows in 7 more)
 -- ARGV[3]  in tests: the present, in microseconds
--- RETURNS  numbers of 7 bytes: the present in microseconds; what was told of the states before each
---          charge; and bits that tell which requests were admitted, 32 to a number, lowest first
+-- RETURNS  numbers of 7 bytes: the present in microseconds; then for up to 32 requests at a time what
+--          was told of the states before each charge, and bits that tell which were admitted, lowest
+--          first
 -- TTL      a key expires when all of its states equal those of a caller never seen, or later. Where
 --          nothing was charged, nothing is written, unless a state had to be brought to another quota
 --          or back from the future of a clock that was put back.
 local requests, names, byte = ARGV[2], KEYS, string.byte
-local identities_count, has_msetex, at = unpack('<I2B', requests)
+local identities_count, has_msetex, _, at = unpack('<I2BB', requests)
 read_identities(identities_count)
 
 -- Charges what there is room for.
@@ -28,17 +31,20 @@ local function charge(key, rule, cost, after, lease)
 end
 
 local told, n = { now }, 1
-local bits, bit, words = 0, 1
+local bits, bit = 0, 1
 -- The charges of a request that has several, until all of them are known to fit.
 local keys, charged, costs, afters
+-- Where a run begins, and how many of its requests were decided.
+local run, done = at, 0
 local last = #requests
 while at <= last do
-  local count, high = byte(requests, at, at + 1)
-  local charging = high < 128
-  count = count + high % 64 * 256
-  at = at + 2
+  local alike, count
+  alike, count, at = unpack('<I2I2', requests, at)
+  local charging = count < 32768
+  count = count % 32768
   local lease
-  if high % 128 >= 64 then
+  if count >= 16384 then
+    count = count - 16384
     local ended = byte(requests, at + 16)
     lease = string.sub(requests, at, at + 15)
     at = at + 17
@@ -51,7 +57,7 @@ while at <= last do
   local admitted = true
   for i = 1, count do
     local key, key_high, rule, rule_high, ring, ring_high, cost = byte(requests, at, at + 6)
-    key, rule = key + key_high * 256, rules[rule + rule_high * 256]
+    key, rule = key + key_high * 256 + done, rules[rule + rule_high * 256]
     at = at + 7
     if cost == 255 then cost, at = unpack('<I7', requests, at) end
     if not rule.states[key] then settle(key, rule, names[ring + ring_high * 256]) end
@@ -73,25 +79,17 @@ while at <= last do
   end
   bit = bit * 2
   if bit == 2 ^ 32 then
-    words = words or {}
-    words[#words + 1] = bits
+    n = n + 1
+    told[n] = bits
     bits, bit = 0, 1
   end
+  done = done + 1
+  if done < alike then at = run else run, done = at, 0 end
 end
 write_identities(has_msetex == 1)
 
-for i = 1, #(words or '') do
-  n = n + 1
-  told[n] = words[i]
-end
 if bit > 1 then
   n = n + 1
   told[n] = bits
 end
-local reply = ''
-local FORMAT = '<I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7I7'
-for i = 1, n, 32 do
-  local size = math.min(32, n - i + 1)
-  reply = reply .. pack(string.sub(FORMAT, 1, 1 + 2 * size), _G.unpack(told, i, i + size - 1))
-end
-return reply
+return tell(told, n)

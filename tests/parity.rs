@@ -103,8 +103,22 @@ fn quota() -> impl Strategy<Value = Quota> {
 }
 
 fn limit() -> impl Strategy<Value = Limit> {
+    limit_by(&ALGORITHMS)
+}
+
+/// For buckets the script has a short way.
+fn bucket() -> impl Strategy<Value = Limit> {
+    let limit = limit_by(&[Algorithm::TokenBucket, Algorithm::LeakyBucket]);
+    (limit, proptest::bool::weighted(0.1)).prop_map(|(limit, other)| Limit {
+        own_key: limit.own_key && other,
+        varies: limit.varies && other,
+        ..limit
+    })
+}
+
+fn limit_by(algorithms: &'static [Algorithm]) -> impl Strategy<Value = Limit> {
     let bursts = (option::of(1_u64..12), option::weighted(0.3, 0_u64..5_000_000));
-    (select(&ALGORITHMS), quota(), bursts, any::<bool>(), proptest::bool::weighted(0.3)).prop_map(
+    (select(algorithms), quota(), bursts, any::<bool>(), proptest::bool::weighted(0.3)).prop_map(
         |(algorithm, quota, (burst, delay_us), own_key, varies)| {
             let quota = match burst {
                 Some(burst) if algorithm.is_bucket() => quota.burst(burst),
@@ -160,8 +174,8 @@ fn event(stack: &[Limit]) -> impl Strategy<Value = Event> + use<> {
     ]
 }
 
-fn history() -> impl Strategy<Value = (Vec<Limit>, Vec<Event>)> {
-    vec(limit(), 1..4).prop_flat_map(|stack| {
+fn history(limit: impl Strategy<Value = Limit>) -> impl Strategy<Value = (Vec<Limit>, Vec<Event>)> {
+    vec(limit, 1..4).prop_flat_map(|stack| {
         let events = vec(event(&stack), 1..40);
         (Just(stack), events)
     })
@@ -258,7 +272,12 @@ fn compare_lives(histories: impl Strategy<Value = (Vec<Limit>, Vec<Event>)>) {
 
 #[test]
 fn the_same_history_gets_the_same_answers() {
-    compare_lives(history());
+    compare_lives(history(limit()));
+}
+
+#[test]
+fn the_same_history_of_buckets_gets_the_same_answers() {
+    compare_lives(history(bucket()));
 }
 
 #[test]
@@ -273,6 +292,26 @@ fn a_batch_gets_the_answers_that_each_would_get_alone() {
         let asks = vec(ask(&stack), 2..60);
         (Just(stack), asks)
     });
+    compare_crowds(crowds);
+}
+
+#[test]
+fn a_batch_for_buckets_gets_the_answers_that_each_would_get_alone() {
+    let crowds = vec(bucket(), 1..4).prop_flat_map(|stack| {
+        let ones = Just(vec![1; stack.len()]);
+        let ask = (ask(&stack), 0_u8..40, option::weighted(0.8, ones));
+        let ask = ask.prop_map(|(ask, who, ones)| Ask {
+            who: [who, ask.who[1]],
+            costs: ones.unwrap_or(ask.costs),
+            quotas: ask.quotas,
+        });
+        let asks = vec(ask, 2..120);
+        (Just(stack), asks)
+    });
+    compare_crowds(crowds);
+}
+
+fn compare_crowds(crowds: impl Strategy<Value = (Vec<Limit>, Vec<Ask>)>) {
     on_every_server(|runtime, server, runner| {
         let crowd_number = Cell::new(0);
         let result = runner.run(&crowds, |(stack, asks)| {

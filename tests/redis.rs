@@ -1384,6 +1384,38 @@ async fn two_hundred_policies_are_decided_by_one_call() {
     }
 }
 
+/// Buckets are decided in a short way, which reads what is known once. Strings with something else in
+/// them are read once more, until that is worth nothing.
+#[tokio::test]
+async fn buckets_go_a_short_way() {
+    for flavour in Flavour::ALL {
+        let server = Server::start(flavour);
+        let clock = ManualClock::at(T0);
+        let store = store_at(&server, &clock);
+        let buckets = [
+            Policy::token_bucket("second", Quota::per_second(5)),
+            Policy::token_bucket("hour", Quota::per_hour(1_000).burst(40)),
+            Policy::leaky_bucket("minute", Quota::new(7, secs(60)).burst(6)),
+        ];
+        let limiter = users(&store, buckets);
+        let window = users(&store, [Policy::fixed_window("window", Quota::per_minute(5))]);
+        let reads = async |limiter: &Limiter<str>| {
+            let before = calls_of(&server, "mget");
+            assert!(limiter.check_async("u").await.is_ok());
+            calls_of(&server, "mget") - before
+        };
+        // The server is looked over with the first request.
+        let _ = reads(&limiter).await;
+        assert_eq!(reads(&limiter).await, 1, "{flavour:?}");
+        assert_eq!(crowd(&limiter, "v", 50).await, 5);
+        assert_eq!(reads(&window).await, 1, "{flavour:?}");
+        assert_eq!(reads(&limiter).await, 2, "{flavour:?}");
+        clock.advance(secs(60));
+        assert_eq!(reads(&limiter).await, 2, "{flavour:?}");
+        assert_eq!(reads(&limiter).await, 1, "{flavour:?}");
+    }
+}
+
 /// Each policy with a key of its own: more keys than a script can hold at a time.
 #[tokio::test]
 async fn a_crowd_with_more_charges_than_fit_into_a_call() {

@@ -8,9 +8,9 @@
 --   5, 6, 7  fixed window, sliding window, sliding log
 -- Records of policies that are not asked are kept as they are, as long as they mean something.
 
--- The rules that requests are held against, one after the other: kind, id, code, six numbers, terms,
--- the format of what is to spare, and the length of a record. A rule has the functions of its kind,
--- and its states by the index of their identity in KEYS.
+-- The rules that requests are held against, one after the other: kind, id, code, six numbers, the
+-- terms and the format of a bucket's record, and the length of a record. A rule has the functions of
+-- its kind, and its states by the index of their identity in KEYS.
 local rules = {}
 do
   local function define(index)
@@ -21,15 +21,15 @@ do
   end
   local packed, kinds, at = ARGV[1], {}, 1
   while at <= #packed do
-    local index, id, code, a, b, c, d, e, f, terms, spare, length
-    index, id, code, a, b, c, d, e, f, terms, spare, length, at =
+    local index, id, code, a, b, c, d, e, f, terms, format, length
+    index, id, code, a, b, c, d, e, f, terms, format, length, at =
       unpack('<BI2BI7I7I7I7I7I7Bc0Bc0B', packed, at)
     local kind = kinds[index]
     if not kind then
       kind = define(index)
       kinds[index] = kind
     end
-    local rule = kind.prepare(kind, id, code, terms, spare, length, a, b, c, d, e, f)
+    local rule = kind.prepare(kind, id, code, terms, format, length, a, b, c, d, e, f)
     -- Requests may have different quotas of one policy: whoever comes last has its state. Policies whose
     -- names happen to have the same hash are at least told apart by their algorithms.
     for i = 1, #rules do
@@ -197,47 +197,17 @@ local function collect(key, parts)
   return count, fresh
 end
 
--- Writes what was changed, with the time that it is worth keeping. A power of two of milliseconds is
--- close enough: to be kept for longer is harmless, since a state is judged by the instants in it.
+-- Writes what was changed.
 local function write_identities(has_msetex)
-  local parts, names, batches = {}, KEYS
-  -- The last expiry, as text, and as the longest time in microseconds for which it is the one.
-  local expiry, longest = nil, 0
+  local parts, ends = {}, {}
   for key in pairs(changed) do
     local count, fresh = collect(key, parts)
     if count == 0 then
-      call('DEL', names[key])
+      call('DEL', KEYS[key])
     else
-      local ttl = fresh - now
-      if ttl > longest or ttl * 2 <= longest then
-        local _, class = math.frexp(ttl_ms(fresh))
-        expiry, longest = string.format('%d', 2 ^ class), 2 ^ class * 1000
-      end
-      local value = parts[1]
-      if count == 2 then
-        value = value .. parts[2]
-      elseif count == 3 then
-        value = value .. parts[2] .. parts[3]
-      elseif count > 3 then
-        value = table.concat(parts, '', 1, count)
-      end
-      if has_msetex then
-        -- One command for all that expire at the same time.
-        batches = batches or {}
-        local batch = batches[expiry] or {}
-        batches[expiry] = batch
-        batch[#batch + 1] = names[key]
-        batch[#batch + 1] = value
-      else
-        call('SET', names[key], value, 'PX', expiry)
-      end
+      values[key] = count == 1 and parts[1] or table.concat(parts, '', 1, count)
+      ends[key] = fresh
     end
   end
-  if not batches then return end
-  for text, batch in pairs(batches) do
-    local count = #batch / 2
-    batch[#batch + 1] = 'PX'
-    batch[#batch + 1] = text
-    call('MSETEX', count, _G.unpack(batch))
-  end
+  write_strings(now, ttl_ms, values, ends, has_msetex)
 end

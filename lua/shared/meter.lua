@@ -177,12 +177,12 @@ local function define_meter()
     return pack(rule.format, rule.id, low, high, rule.terms, spare), fresh
   end
 
-  local function prepare(kind, id, code, terms, spare, length, tick_us, drops_per_tick,
+  local function prepare(kind, id, code, terms, format, length, tick_us, drops_per_tick,
       drops_per_unit, capacity, farthest, countable)
     return {
       kind = kind, read = read, ask = ask, write = write,
       states = {}, overfull = false, id = id, code = code * 32, terms = terms, length = length,
-      format = '<I2I6Bc' .. #terms .. spare,
+      format = format,
       tick_us = tick_us, drops_per_tick = drops_per_tick, drops_per_unit = drops_per_unit,
       capacity = capacity, farthest = farthest, countable = countable,
       tick = math.floor(now / tick_us),

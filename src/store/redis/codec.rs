@@ -4,7 +4,7 @@ use crate::{algorithm::Terms, key::Fingerprint, store::Rule};
 use redis::Cmd;
 use sha2::{Digest, Sha256};
 use smallvec::SmallVec;
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, fmt::Write, sync::Arc};
 
 /// A rule in the form that the scripts read. Clones are cheap, and equal ones go into a batch once.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,6 +14,8 @@ pub(crate) struct CodedRule {
     /// How many numbers are told of its states.
     told: usize,
     keeps_ring: bool,
+    /// Whether it is a bucket with terms in short, as `decide_buckets.lua` has them.
+    is_short: bool,
 }
 
 /// What stands for the name of a policy in its records.
@@ -117,12 +119,12 @@ impl PolicyId {
 
 impl CodedRule {
     pub(crate) fn new(policy: PolicyId, rule: &Rule) -> Self {
-        let Record { code, terms, spare, length } = Record::of(rule);
+        let Record { code, terms, format, length } = Record::of(rule);
         let mut bytes = vec![kind(rule)];
         bytes.extend(policy.0);
         bytes.push(code);
         rule.numbers().iter().for_each(|&number| push_number(&mut bytes, number));
-        for text in [&terms[..], spare.as_bytes()] {
+        for text in [&terms[..], format.as_bytes()] {
             bytes.push(text.len() as u8);
             bytes.extend(text);
         }
@@ -133,7 +135,7 @@ impl CodedRule {
             Rule::SlidingWindow(_) | Rule::SlidingLog(_) => 3,
         };
         let keeps_ring = matches!(rule, Rule::SlidingLog(_));
-        Self { bytes: bytes.into(), policy, told, keeps_ring }
+        Self { bytes: bytes.into(), policy, told, keeps_ring, is_short: code < 4 }
     }
 
     /// The rule of a limit of so many slots, each on a lease of that length.
@@ -144,7 +146,7 @@ impl CodedRule {
         [limit, lease_us, 0, 0, 0, 0].iter().for_each(|&number| push_number(&mut bytes, number));
         // It has no records.
         bytes.extend([0, 0, 0]);
-        Self { bytes: bytes.into(), policy, told: 1, keeps_ring: true }
+        Self { bytes: bytes.into(), policy, told: 1, keeps_ring: true, is_short: false }
     }
 }
 
@@ -166,8 +168,8 @@ struct Record {
     code: u8,
     /// The terms that its numbers are in.
     terms: Vec<u8>,
-    /// The format of the drops that a bucket has to spare.
-    spare: String,
+    /// How a bucket is packed.
+    format: String,
     length: usize,
 }
 
@@ -208,7 +210,7 @@ const PERIODS_MS: [u64; 28] = [
 
 impl Record {
     fn of(rule: &Rule) -> Self {
-        let plain = |code, length| Self { code, terms: Vec::new(), spare: String::new(), length };
+        let plain = |code, length| Self { code, terms: Vec::new(), format: String::new(), length };
         match rule {
             Rule::Meter(meter) => {
                 let terms = meter.terms();
@@ -243,10 +245,8 @@ impl Record {
             Some((terms, tells_units))
         });
         let (terms, tells_units) = terms.min_by_key(|(terms, _)| terms.len())?;
-        let (spare, spare_length) = if drains_more { ("I3", 3) } else { ("", 0) };
-        let length = HEAD + terms.len() + spare_length;
         let code = u8::from(tells_units) | u8::from(drains_more) << 1;
-        Some(Self { code, terms, spare: spare.to_owned(), length })
+        Some(Self::bucket(code, terms, if drains_more { 3 } else { 0 }))
     }
 
     fn in_full(&Terms { pace, units }: &Terms) -> Self {
@@ -265,8 +265,17 @@ impl Record {
         terms.extend(&pace.drops_per_tick.to_le_bytes()[..drops_width]);
         terms.extend(&pace.drops_per_unit.to_le_bytes()[..unit_width]);
         terms.extend(&units.to_le_bytes()[..units_width]);
-        let spare = if drops_width > 0 { format!("I{drops_width}") } else { String::new() };
-        Self { code: 4, terms, spare, length }
+        Self::bucket(4, terms, drops_width)
+    }
+
+    /// `spare` is how many bytes the drops take that the last tick has to spare.
+    fn bucket(code: u8, terms: Vec<u8>, spare: usize) -> Self {
+        let mut format = format!("<I2I6Bc{}", terms.len());
+        if spare > 0 {
+            write!(format, "I{spare}").expect("a string takes everything");
+        }
+        let length = HEAD + terms.len() + spare;
+        Self { code, terms, format, length }
     }
 }
 
@@ -305,9 +314,14 @@ impl<'a> Tables<'a> {
         tables
     }
 
+    /// The index of an identity.
+    fn key_index(&mut self, ask: &'a Ask, fingerprint: Fingerprint) -> u16 {
+        index_of(&mut self.keys, (fingerprint, &*ask.prefix))
+    }
+
     /// The indices of a charge's identity, rule, and ring or set, as `KEYS` and the rules are counted.
     fn push_indices(&mut self, bytes: &mut Vec<u8>, ask: &'a Ask, charge: &'a AskedCharge) {
-        let key = index_of(&mut self.keys, (charge.fingerprint, &*ask.prefix));
+        let key = self.key_index(ask, charge.fingerprint);
         let rule = index_of(&mut self.rules, &charge.rule);
         let ring = if charge.rule.keeps_ring {
             self.keys.len() as u16 + index_of(&mut self.rings, (key, charge.rule.policy))
@@ -346,7 +360,19 @@ pub(super) fn push_batch(command: &mut Cmd, asks: &[&Ask], has_msetex: bool) {
     let mut tables = Tables::new(asks);
     let mut requests = (tables.keys.len() as u16).to_le_bytes().to_vec();
     requests.push(has_msetex.into());
-    for ask in asks {
+    requests.push(asks.iter().all(|ask| ask.is_short()).into());
+    let mut run: Option<Run<'_>> = None;
+    for &ask in asks {
+        let key = ask.only_identity().map(|identity| tables.key_index(ask, identity));
+        if let Some(run) = &mut run
+            && key == Some(run.next_key)
+            && run.ask.is_like(ask)
+        {
+            run.extend(&mut requests);
+            continue;
+        }
+        run = key.map(|key| Run { ask, at: requests.len(), length: 1, next_key: key + 1 });
+        requests.extend(1_u16.to_le_bytes());
         let mut count = ask.charges.len() as u16;
         count |= if ask.peeks { PEEKS } else { 0 };
         count |= if ask.lease.is_some() { LEASES } else { 0 };
@@ -372,6 +398,55 @@ pub(super) fn push_batch(command: &mut Cmd, asks: &[&Ask], has_msetex: bool) {
     }
     tables.push_args(command);
     command.arg(requests);
+}
+
+/// Requests that ask the same for one identity after the other are written once.
+struct Run<'a> {
+    ask: &'a Ask,
+    /// Where it says how many they are.
+    at: usize,
+    length: u16,
+    next_key: u16,
+}
+
+impl Run<'_> {
+    fn extend(&mut self, requests: &mut [u8]) {
+        self.length += 1;
+        self.next_key += 1;
+        requests[self.at..self.at + 2].copy_from_slice(&self.length.to_le_bytes());
+    }
+}
+
+impl Ask {
+    /// The identity that all charges are for, if they need nothing else.
+    fn only_identity(&self) -> Option<Fingerprint> {
+        let first = self.charges.first()?.fingerprint;
+        let mut charges = self.charges.iter();
+        charges
+            .all(|charge| charge.fingerprint == first && !charge.rule.keeps_ring)
+            .then_some(first)
+    }
+
+    /// Whether it may be decided in `decide_buckets.lua`. Policies whose names happen to have the same
+    /// hash are not told apart there.
+    fn is_short(&self) -> bool {
+        let rules = || self.charges.iter().map(|charge| &charge.rule);
+        let is_twin = |(index, rule): (usize, &CodedRule)| {
+            rules().take(index).any(|other| other.policy == rule.policy)
+        };
+        self.only_identity().is_some()
+            && rules().all(|rule| rule.is_short)
+            && !rules().enumerate().any(is_twin)
+    }
+
+    /// Whether it is the same but for whom it is about.
+    fn is_like(&self, other: &Self) -> bool {
+        let mut pairs = self.charges.iter().zip(&other.charges);
+        self.peeks == other.peeks
+            && (&self.lease, &other.lease) == (&None, &None)
+            && self.charges.len() == other.charges.len()
+            && pairs.all(|(one, two)| one.rule == two.rule && one.cost == two.cost)
+    }
 }
 
 /// Appends the arguments of `refund.lua`. Each charge comes with what its algorithm has to know of the
@@ -469,21 +544,22 @@ pub(super) fn read_told(mut reply: &[u8], asks: &[&Ask]) -> Option<Vec<Told>> {
         Some(number.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte)))
     };
     let time_us = number()?;
-    let told = asks.iter().map(|ask| {
-        let state = |charge: &AskedCharge| {
-            let mut state = [0; 3];
-            for told in &mut state[..charge.rule.told] {
-                *told = number()?;
-            }
-            Some(state)
-        };
-        let states = ask.charges.iter().map(state).collect::<Option<_>>()?;
-        Some(Told { time_us, admitted: false, states })
-    });
-    let mut told = told.collect::<Option<Vec<_>>>()?;
-    for told in told.chunks_mut(32) {
+    let mut told = Vec::with_capacity(asks.len());
+    for asks in asks.chunks(32) {
+        let first = told.len();
+        for ask in asks {
+            let state = |charge: &AskedCharge| {
+                let mut state = [0; 3];
+                for told in &mut state[..charge.rule.told] {
+                    *told = number()?;
+                }
+                Some(state)
+            };
+            let states = ask.charges.iter().map(state).collect::<Option<_>>()?;
+            told.push(Told { time_us, admitted: false, states });
+        }
         let bits = number()?;
-        for (index, told) in told.iter_mut().enumerate() {
+        for (index, told) in told[first..].iter_mut().enumerate() {
             told.admitted = bits >> index & 1 == 1;
         }
     }

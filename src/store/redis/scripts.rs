@@ -15,12 +15,13 @@ impl KnownScript {
     }
 }
 
-/// A script with all that it shares before it.
+/// A script with all that it shares before it, and with a short way before most of that, if it has one.
 macro_rules! with_shared {
-    ($file:literal) => {
+    ($file:literal $(, short_way: $short_way:literal)?) => {
         LazyLock::new(|| {
             KnownScript::new(concat!(
                 include_str!("../../../lua/shared/prelude.lua"),
+                $(include_str!($short_way),)?
                 include_str!("../../../lua/shared/calendar.lua"),
                 include_str!("../../../lua/shared/meter.lua"),
                 include_str!("../../../lua/shared/fixed_window.lua"),
@@ -36,7 +37,8 @@ macro_rules! with_shared {
 }
 
 /// Decides a batch of requests.
-pub(super) static DECIDE: LazyLock<KnownScript> = with_shared!("../../../lua/decide.lua");
+pub(super) static DECIDE: LazyLock<KnownScript> =
+    with_shared!("../../../lua/decide.lua", short_way: "../../../lua/decide_buckets.lua");
 
 /// Gives back what a request was charged.
 pub(super) static REFUND: LazyLock<KnownScript> = with_shared!("../../../lua/refund.lua");
