@@ -2,6 +2,8 @@
 
 use crate::{key::KeyError, priority::Priority};
 use smallvec::SmallVec;
+#[cfg(feature = "redis")]
+use std::sync::Arc;
 use std::{error, fmt, time::Duration};
 
 /// The answer to a request that may go on.
@@ -12,6 +14,19 @@ pub struct Decision {
     pub(crate) outcomes: Outcomes,
     /// This process stood in for a store elsewhere.
     #[cfg(feature = "redis")]
+    pub(crate) stood_in: bool,
+    /// Who counted what, if not all was counted in one place.
+    #[cfg(feature = "redis")]
+    pub(crate) origins: Option<Arc<[Origin]>>,
+}
+
+/// Who counted for a policy.
+#[cfg(feature = "redis")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Origin {
+    pub(crate) policy: &'static str,
+    pub(crate) time_us: u64,
+    /// It was this process, in place of a store elsewhere.
     pub(crate) stood_in: bool,
 }
 
@@ -126,6 +141,8 @@ impl Decision {
             outcomes: Outcomes::new(),
             #[cfg(feature = "redis")]
             stood_in: false,
+            #[cfg(feature = "redis")]
+            origins: None,
         }
     }
 

@@ -2,20 +2,21 @@
 
 use crate::{
     concurrency::Slot,
-    decision::{Allotment, Outcome, Outcomes},
+    decision::{Allotment, Origin, Outcome, Outcomes},
     policy::{FailureMode, stack::BuildError},
     store::{
-        Bill, Mode, Rule,
+        Bill, Charge, Mode, Rule,
         local::Plan,
         redis::{
-            Ask, AskedCharge, CodedRule, Lease, MOST_LEASED, PolicyId, RedisStore, fill_in,
-            fill_in_slots, memory,
+            Ask, AskedCharge, CodedRule, Lease, MOST_LEASED, Place, PolicyId, RedisStore, Told,
+            fill_in, fill_in_slot, memory,
         },
     },
 };
-use smallvec::SmallVec;
-use std::collections::HashMap;
-use tokio::sync::Semaphore;
+use futures_util::future::join_all;
+use smallvec::{SmallVec, smallvec};
+use std::{collections::HashMap, sync::Arc};
+use tokio::{runtime::Handle, sync::Semaphore};
 
 pub(crate) struct Remote {
     store: RedisStore,
@@ -44,16 +45,49 @@ struct SlotPolicy {
     failure_mode: FailureMode,
 }
 
-/// What a store has decided.
-pub(crate) struct Answer {
-    pub(crate) admitted: bool,
-    /// The store's present.
-    pub(crate) time_us: u64,
-    /// The slots that are held there now.
-    pub(crate) lease: Option<Lease>,
+/// A part of what a request asks for: charges and slots, with an outcome for each, in that order.
+#[derive(Clone, Default)]
+pub(crate) struct Portion {
+    pub(crate) bill: Bill,
+    pub(crate) outcomes: Outcomes,
 }
 
-/// What is left of a bill that a store did not decide.
+/// What came of asking.
+pub(crate) struct Answer {
+    /// Whether all who answered admit the request.
+    pub(crate) admitted: bool,
+    /// The present of the first who answered.
+    pub(crate) time_us: u64,
+    /// What was decided.
+    pub(crate) answered: Portion,
+    /// What was not, if anything.
+    pub(crate) missing: Option<Portion>,
+    /// The slots that are held elsewhere now.
+    pub(crate) leases: Leases,
+    /// What has to be given back if the request is not admitted after all.
+    pub(crate) granted: Vec<Grant>,
+    /// Who counts what by which clock, if not all by one.
+    pub(crate) origins: Option<Arc<[Origin]>>,
+}
+
+pub(crate) type Leases = SmallVec<[Lease; 1]>;
+
+/// What a request was charged in one place.
+pub(crate) struct Grant {
+    place: Place,
+    ask: Ask,
+    time_us: u64,
+    memories: Vec<u64>,
+}
+
+/// The charges and slots of a portion that are in one place, by their indices.
+struct Part {
+    place: Place,
+    charges: SmallVec<[usize; 3]>,
+    slots: SmallVec<[usize; 1]>,
+}
+
+/// What is left of a portion that was not decided elsewhere.
 #[derive(Default)]
 pub(crate) struct FallenBack {
     pub(crate) bill: Bill,
@@ -92,58 +126,213 @@ impl Remote {
         Ok(Self { store, policies, slots, refunds: Semaphore::new(1) })
     }
 
-    /// Has a bill decided, but for the slots of this process. Fills in the outcomes. `None` if the store did
-    /// not decide.
-    pub(crate) async fn acquire(
-        &self,
-        bill: &Bill,
-        outcomes: &mut [Outcome],
-        mode: Mode,
-    ) -> Option<Answer> {
-        let mut ask = self.ask(bill, outcomes, mode);
-        let slots: SmallVec<[Slot; 1]> = bill.slots_elsewhere().iter().map(leasable).collect();
-        ask.charges.extend(slots.iter().map(|slot| {
-            let id = self.slots[slot.policy as usize].id;
-            let rule = CodedRule::of_slots(id, slot.limit, self.store.lease_us());
-            AskedCharge { fingerprint: slot.fingerprint, rule, cost: slot.cost }
-        }));
-        let (told, lease) = self.store.decide(ask).await?;
+    /// Has a portion decided, wherever its parts are, at the same time. Where one of several parts is
+    /// rejected, what was charged for the others is to be given back.
+    pub(crate) async fn acquire(&self, mut portion: Portion, mode: Mode) -> Answer {
+        let parts = self.parts(&portion.bill);
+        let told = self.decide(&parts, &portion, mode).await;
+        let answers = parts.iter().zip(told);
+        let mut answer = Answer {
+            admitted: true,
+            time_us: 0,
+            answered: Portion::default(),
+            missing: None,
+            leases: Leases::new(),
+            granted: Vec::new(),
+            origins: None,
+        };
+        let mut answered = SmallVec::<[(&Part, Told); 1]>::new();
+        let mut missing = SmallVec::<[&Part; 1]>::new();
+        for (part, told) in answers {
+            match told {
+                Some((told, lease)) => {
+                    answer.admitted &= told.admitted;
+                    answer.leases.extend(lease);
+                    answered.push((part, told));
+                }
+                None => missing.push(part),
+            }
+        }
+        if let Some((_, told)) = answered.first() {
+            answer.time_us = told.time_us;
+        }
         let charging = mode == Mode::Charge;
-        let (rates, held) = outcomes.split_at_mut(bill.charges.len());
-        fill_in(&told, self.rules(bill), rates, charging);
-        let held = &mut held[bill.slots_here().len()..];
-        fill_in_slots(&told, bill.charges.len(), &slots, held, charging);
-        Some(Answer { admitted: told.admitted, time_us: told.time_us, lease })
+        for (part, told) in &answered {
+            if charging && told.admitted && (!answer.admitted || !missing.is_empty()) {
+                let mut charged = portion.clone();
+                self.fill_in(&mut charged, part, told, true);
+                answer.granted.push(self.grant(&charged, part, told.time_us));
+            }
+            self.fill_in(&mut portion, part, told, charging && answer.admitted);
+        }
+        if !answer.admitted {
+            answer.leases.clear();
+        }
+        if parts.len() > 1 {
+            let policies = answered.iter().flat_map(|(part, told)| {
+                let time_us = told.time_us;
+                part.charges.iter().map(move |&index| (index, time_us))
+            });
+            let origin = |(index, time_us): (usize, u64)| Origin {
+                policy: portion.outcomes[index].policy,
+                time_us,
+                stood_in: false,
+            };
+            answer.origins = Some(policies.map(origin).collect());
+        }
+        if missing.is_empty() {
+            answer.answered = portion;
+        } else {
+            let of_parts = |parts: &[&Part]| {
+                let mut rest = Portion::default();
+                parts.iter().for_each(|part| rest.extend_from(&portion, part));
+                rest
+            };
+            let kept: SmallVec<[&Part; 1]> = answered.iter().map(|(part, _)| *part).collect();
+            answer.answered = of_parts(&kept);
+            answer.missing = Some(of_parts(&missing));
+        }
+        answer
     }
 
-    /// Gives back what a bill was charged at `spent_us`, as its outcomes tell.
+    async fn decide(
+        &self,
+        parts: &[Part],
+        portion: &Portion,
+        mode: Mode,
+    ) -> SmallVec<[Option<(Told, Option<Lease>)>; 1]> {
+        let decide = |part: &Part| {
+            let mut ask = self.ask(&portion.bill, &portion.outcomes, &part.charges, mode);
+            ask.charges.extend(part.slots.iter().map(|&index| {
+                let slot = leasable(&portion.bill.slots[index]);
+                let id = self.slots[slot.policy as usize].id;
+                let rule = CodedRule::of_slots(id, slot.limit, self.store.lease_us());
+                AskedCharge { fingerprint: slot.fingerprint, rule, cost: slot.cost }
+            }));
+            self.store.decide(part.place, ask)
+        };
+        match parts {
+            [part] => smallvec![decide(part).await],
+            parts => join_all(parts.iter().map(decide)).await.into(),
+        }
+    }
+
+    /// Fills in the outcomes of a part.
+    fn fill_in(&self, portion: &mut Portion, part: &Part, told: &Told, charging: bool) {
+        let Portion { bill, outcomes } = portion;
+        let mut rates: Outcomes = part.charges.iter().map(|&index| outcomes[index]).collect();
+        let rules = part.charges.iter().map(|&index| self.rule(bill, &bill.charges[index]));
+        fill_in(told, rules, &mut rates, charging);
+        for (&index, outcome) in part.charges.iter().zip(rates) {
+            outcomes[index] = outcome;
+        }
+        let first = bill.charges.len();
+        for (&index, [held, ..]) in part.slots.iter().zip(&told.states[part.charges.len()..]) {
+            let slot = leasable(&bill.slots[index]);
+            fill_in_slot(&slot, *held, &mut outcomes[first + index], charging && told.admitted);
+        }
+    }
+
+    fn grant(&self, charged: &Portion, part: &Part, time_us: u64) -> Grant {
+        let Portion { bill, outcomes } = charged;
+        let ask = self.ask(bill, outcomes, &part.charges, Mode::Charge);
+        let memories = self.memories(bill, outcomes, &part.charges, time_us);
+        Grant { place: part.place, ask, time_us, memories }
+    }
+
+    /// What each algorithm has to know of the moment at which something was spent.
+    fn memories(
+        &self,
+        bill: &Bill,
+        outcomes: &[Outcome],
+        charges: &[usize],
+        spent_us: u64,
+    ) -> Vec<u64> {
+        let of = |&index: &usize| {
+            memory(self.rule(bill, &bill.charges[index]), spent_us, &outcomes[index])
+        };
+        charges.iter().map(of).collect()
+    }
+
+    /// Gives back what was granted to a request that was not admitted after all. That is done even if
+    /// nobody waits for it.
+    pub(crate) async fn give_back(&self, granted: Vec<Grant>) {
+        if granted.is_empty() {
+            return;
+        }
+        let store = self.store.clone();
+        let give_back = async move {
+            for Grant { place, ask, time_us, memories } in granted {
+                let given = store.refund(place, &ask, time_us, &memories).await;
+                store.count_given_back(given.is_some());
+            }
+        };
+        // It fails only if the runtime is shut down.
+        let _ = Handle::current().spawn(give_back).await;
+    }
+
+    /// Gives back what a bill was charged, each policy at the time that `spent_us` tells.
     pub(crate) async fn refund(
         &self,
         bill: &Bill,
         outcomes: &[Outcome],
-        spent_us: u64,
+        spent_us: impl Fn(&'static str) -> u64,
     ) -> Option<()> {
-        let memories = self.rules(bill).zip(outcomes);
-        let memories: Vec<_> =
-            memories.map(|(rule, outcome)| memory(rule, spent_us, outcome)).collect();
-        let ask = self.ask(bill, outcomes, Mode::Charge);
         let _turn = self.refunds.acquire().await.ok()?;
-        self.store.refund(&ask, spent_us, &memories).await
+        let mut refunded = Some(());
+        for Part { place, charges, .. } in self.parts(bill) {
+            let Some(&first) = charges.first() else {
+                continue;
+            };
+            let spent_us = spent_us(outcomes[first].policy);
+            let memories = self.memories(bill, outcomes, &charges, spent_us);
+            let ask = self.ask(bill, outcomes, &charges, Mode::Charge);
+            let refund = self.store.refund(place, &ask, spent_us, &memories).await;
+            refunded = refunded.and(refund);
+        }
+        refunded
     }
 
     /// Forgets all that is known of those whom a bill is for.
     pub(crate) async fn reset(&self, bill: &Bill, outcomes: &[Outcome]) -> Option<()> {
-        self.store.reset(&self.ask(bill, outcomes, Mode::Peek)).await
+        let mut reset = Some(());
+        for Part { place, charges, .. } in self.parts(bill) {
+            if !charges.is_empty() {
+                let ask = self.ask(bill, outcomes, &charges, Mode::Peek);
+                reset = reset.and(self.store.reset(place, &ask).await);
+            }
+        }
+        reset
     }
 
-    /// What is left of a bill that the store did not decide, to be decided in this process: what the
+    /// The parts of a bill, by where they are.
+    fn parts(&self, bill: &Bill) -> SmallVec<[Part; 1]> {
+        let mut parts = SmallVec::<[Part; 1]>::new();
+        let mut part_at = |place: Place| {
+            let known = parts.iter().position(|part| part.place == place);
+            let index = known.unwrap_or_else(|| {
+                parts.push(Part { place, charges: SmallVec::new(), slots: SmallVec::new() });
+                parts.len() - 1
+            });
+            index
+        };
+        let of_charges: SmallVec<[usize; 3]> = bill
+            .charges
+            .iter()
+            .map(|charge| part_at(self.store.place_of(charge.fingerprint)))
+            .collect();
+        let of_slots: SmallVec<[usize; 1]> =
+            bill.slots.iter().map(|slot| part_at(self.store.place_of(slot.fingerprint))).collect();
+        of_charges.iter().enumerate().for_each(|(index, &part)| parts[part].charges.push(index));
+        of_slots.iter().enumerate().for_each(|(index, &part)| parts[part].slots.push(index));
+        parts
+    }
+
+    /// What is left of a portion that was not decided elsewhere, to be decided in this process: what the
     /// policies that want that charge, against this instance's share. The error is the first policy that
     /// lets nothing pass.
-    pub(crate) fn fall_back(
-        &self,
-        bill: &Bill,
-        outcomes: &[Outcome],
-    ) -> Result<FallenBack, &'static str> {
+    pub(crate) fn fall_back(&self, portion: &Portion) -> Result<FallenBack, &'static str> {
+        let Portion { bill, outcomes } = portion;
         let mut rest = FallenBack::default();
         rest.bill.rules.clone_from(&bill.rules);
         for (charge, outcome) in bill.charges.iter().zip(outcomes) {
@@ -164,7 +353,7 @@ impl Remote {
                 }
             }
         }
-        for slot in bill.slots_elsewhere() {
+        for slot in &bill.slots {
             let policy = &self.slots[slot.policy as usize];
             match policy.failure_mode {
                 FailureMode::Closed => return Err(policy.name),
@@ -190,25 +379,41 @@ impl Remote {
         of_rates.chain(self.slots.iter().map(|policy| policy.name)).next().unwrap_or_default()
     }
 
-    fn ask(&self, bill: &Bill, outcomes: &[Outcome], mode: Mode) -> Ask {
-        let charges = bill.charges.iter().zip(outcomes).map(|(charge, outcome)| {
+    fn ask(&self, bill: &Bill, outcomes: &[Outcome], charges: &[usize], mode: Mode) -> Ask {
+        let charges = charges.iter().map(|&index| {
+            let charge = &bill.charges[index];
             let policy = &self.policies[charge.policy()];
             let rule = match charge.rule(&bill.rules) {
                 None => policy.coded.clone(),
                 Some(rule) => CodedRule::new(policy.id, rule),
             };
-            AskedCharge { fingerprint: charge.fingerprint, rule, cost: outcome.cost }
+            let cost = outcomes[index].cost;
+            AskedCharge { fingerprint: charge.fingerprint, rule, cost }
         });
-        let (prefix, charges) = (self.store.prefix().clone(), charges.collect());
-        Ask::new(prefix, charges, mode == Mode::Peek)
+        Ask::new(self.store.prefix().clone(), charges.collect(), mode == Mode::Peek)
     }
 
-    /// The rules that the charges of a bill are held against.
-    fn rules<'a>(&'a self, bill: &'a Bill) -> impl Iterator<Item = &'a Rule> {
-        let rule = |policy: usize| &self.policies[policy].rule;
-        bill.charges
-            .iter()
-            .map(move |charge| charge.rule(&bill.rules).unwrap_or_else(|| rule(charge.policy())))
+    /// The rule that a charge is held against.
+    fn rule<'a>(&'a self, bill: &'a Bill, charge: &Charge) -> &'a Rule {
+        charge.rule(&bill.rules).unwrap_or_else(|| &self.policies[charge.policy()].rule)
+    }
+}
+
+impl Portion {
+    fn extend_from(&mut self, other: &Self, part: &Part) {
+        if self.bill.rules.is_empty() {
+            self.bill.rules.clone_from(&other.bill.rules);
+        }
+        let mut slot_outcomes: Outcomes = self.outcomes.drain(self.bill.charges.len()..).collect();
+        for &index in &part.charges {
+            self.bill.charges.push(other.bill.charges[index]);
+            self.outcomes.push(other.outcomes[index]);
+        }
+        for &index in &part.slots {
+            self.bill.slots.push(other.bill.slots[index]);
+            slot_outcomes.push(other.outcomes[other.bill.charges.len() + index]);
+        }
+        self.outcomes.extend(slot_outcomes);
     }
 }
 

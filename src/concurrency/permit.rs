@@ -6,6 +6,8 @@ use super::slots::{Slots, Taken};
 use crate::shed::Aboard;
 #[cfg(feature = "redis")]
 use crate::store::redis::Lease;
+#[cfg(feature = "redis")]
+use smallvec::SmallVec;
 use std::{
     fmt,
     sync::{Arc, Weak},
@@ -48,7 +50,7 @@ pub(crate) struct Held {
     until_dropped: bool,
     /// In the fleet.
     #[cfg(feature = "redis")]
-    lease: Option<Lease>,
+    leases: SmallVec<[Lease; 1]>,
     /// In load shedders.
     aboard: Option<Aboard>,
 }
@@ -69,10 +71,10 @@ impl Held {
 
 #[cfg(feature = "redis")]
 impl Held {
-    /// Counts slots that a store elsewhere gave out, on that lease.
-    pub(crate) fn take_elsewhere(&mut self, slots: &[Slot], lease: Option<Lease>) {
+    /// Counts slots that a store elsewhere gave out, on these leases.
+    pub(crate) fn take_elsewhere(&mut self, slots: &[Slot], leases: SmallVec<[Lease; 1]>) {
         self.take_anyway(slots);
-        self.lease = lease;
+        self.leases.extend(leases);
     }
 
     /// Counts slots that nobody else does.
@@ -102,7 +104,7 @@ impl Permit {
     #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
     #[must_use]
     pub fn was_lost(&self) -> bool {
-        self.0.lease.as_ref().is_some_and(Lease::was_lost)
+        self.0.leases.iter().any(Lease::was_lost)
     }
 
     /// The request has been answered, which took as long as it is held now: what comes later is up to the
@@ -127,11 +129,11 @@ impl Permit {
         self
     }
 
-    /// Holds other slots, too. Only for a permit that nobody else has yet.
+    /// Holds the slots of another permit, too. Only for permits that nobody else has yet.
     #[cfg(feature = "redis")]
-    pub(crate) fn with(mut self, mut other: Held) -> Self {
-        if let (Some(held), Some((_, more))) = (Arc::get_mut(&mut self.0), &mut other.taken)
-            && let Some((_, taken)) = &mut held.taken
+    pub(crate) fn with(mut self, mut other: Self) -> Self {
+        if let (Some(held), Some(other)) = (Arc::get_mut(&mut self.0), Arc::get_mut(&mut other.0))
+            && let (Some((_, taken)), Some((_, more))) = (&mut held.taken, &mut other.taken)
         {
             taken.extend(more.drain(..));
         }

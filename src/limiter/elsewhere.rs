@@ -3,11 +3,12 @@
 use super::{Acquired, Admitted, Deciding, Limiter};
 use crate::{
     concurrency::{Held, Place},
-    decision::{Outcome, Outcomes, Reason, Rejection, Verdict},
-    remote::FallenBack,
+    decision::{Decision, Origin, Outcome, Outcomes, Reason, Rejection, Verdict},
+    remote::{Answer, FallenBack, Grant, Portion, Remote},
     store::{Bill, Lengths, Mode},
     turn::{Counted, Refund, Turn},
 };
+use std::sync::Arc;
 use tokio::runtime::Handle;
 
 impl<R: ?Sized + 'static> Limiter<R> {
@@ -65,50 +66,130 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let Some(remote) = &shared.remote else {
             return self.decide_here(bill, outcomes, place);
         };
-        let mut held = self.hold_here(&bill, &mut outcomes, mode, place)?;
+        let held = self.hold_here(&bill, &mut outcomes, mode, place)?;
         if bill.charges.is_empty() && bill.slots_elsewhere().is_empty() {
             let acquired = Acquired { admitted: true, time_us: shared.clock.now_us(), held };
             return self.conclude(outcomes, acquired, None);
         }
-        let lines = shared.lines.as_ref().filter(|_| waits);
-        if let Some(answer) = remote.acquire(&bill, &mut outcomes, mode).await {
-            let (admitted, time_us) = (answer.admitted, answer.time_us);
-            if let Some(held) = held.as_mut().filter(|_| admitted && mode == Mode::Charge) {
-                held.take_elsewhere(bill.slots_elsewhere(), answer.lease);
+        let (portion, here) = portions(bill, outcomes);
+        let answer = remote.acquire(portion, mode).await;
+        let decided = self.conclude_parts(remote, answer, held, here, mode, waits, place).await;
+        match decided {
+            Ok(admitted) => Ok(admitted),
+            Err((rejection, granted)) => {
+                remote.give_back(granted).await;
+                Err(rejection)
             }
-            let turn = lines.and_then(|lines| {
-                // Its turn is so much later by any clock.
-                let acquired = |_: &mut [Outcome]| admitted.then(|| shared.clock.now_us());
-                let places = lines.join(Counted::Elsewhere, &bill, &mut outcomes, acquired);
-                (!places.is_empty()).then(|| {
-                    let charged = (bill.clone(), outcomes.clone());
-                    let refund = self.refund_elsewhere(time_us);
-                    Box::new(Turn::new(lines, places, &shared.clock, charged, refund))
-                })
-            });
-            return self.conclude(outcomes, Acquired { admitted, time_us, held }, turn);
         }
-        let fallen_back = remote.fall_back(&bill, &outcomes);
-        let FallenBack { bill: rest, outcomes: rest_outcomes, uncounted } =
-            fallen_back.map_err(|policy| self.unavailable(policy))?;
-        let here = &outcomes[bill.charges.len()..][..bill.slots_here().len()];
-        let stood_in = match mode {
-            Mode::Charge => self.decide_here(rest, rest_outcomes, place),
-            Mode::Peek => self.look_here(&rest, rest_outcomes),
+    }
+
+    /// What comes of what was decided elsewhere, and of what was not and has to be decided here. If the
+    /// request is rejected, what is to be given back comes along.
+    async fn conclude_parts(
+        &self,
+        remote: &Remote,
+        answer: Answer,
+        mut held: Option<Held>,
+        here: Outcomes,
+        mode: Mode,
+        waits: bool,
+        place: Option<&Place>,
+    ) -> Result<Admitted, (Rejection, Vec<Grant>)> {
+        let shared = &self.shared;
+        let Answer { admitted, time_us, answered, missing, leases, granted, origins } = answer;
+        let Portion { bill, mut outcomes } = answered;
+        if !admitted {
+            outcomes.extend(here);
+            let rejected = Acquired { admitted, time_us, held: None };
+            return match self.conclude(outcomes, rejected, None) {
+                Ok(admitted) => Ok(admitted),
+                Err(rejection) => Err((rejection, granted)),
+            };
+        }
+        let stood_in = match &missing {
+            None => None,
+            Some(portion) => match self.stand_in(remote, portion, mode, place, &mut held).await {
+                Ok(stood_in) => Some(stood_in),
+                Err(rejection) => return Err((rejection, granted)),
+            },
         };
-        let mut admitted = stood_in?;
-        admitted.decision.outcomes.extend_from_slice(here);
-        shared.stack.sort(&mut admitted.decision.outcomes);
-        admitted.decision.stood_in = true;
-        if let Some(held) = &mut held {
+        if let Some(held) = held.as_mut().filter(|_| mode == Mode::Charge) {
+            held.take_elsewhere(&bill.slots, leases);
+        }
+        let time_us = match &stood_in {
+            Some(stood_in) if bill.charges.is_empty() => stood_in.decision.time_us,
+            _ => time_us,
+        };
+        let turn = shared.lines.as_ref().filter(|_| waits).and_then(|lines| {
+            // Its turn is so much later by any clock.
+            let acquired = |_: &mut [Outcome]| Some(shared.clock.now_us());
+            let places = lines.join(Counted::Elsewhere, &bill, &mut outcomes, acquired);
+            (!places.is_empty()).then(|| {
+                let charged = (bill.clone(), outcomes.clone());
+                let refund = self.refund_elsewhere(time_us, origins.clone());
+                Box::new(Turn::new(lines, places, &shared.clock, charged, refund))
+            })
+        });
+        outcomes.extend(here);
+        let decided = self.conclude(outcomes, Acquired { admitted, time_us, held }, turn);
+        let mut admitted = decided.map_err(|rejection| (rejection, Vec::new()))?;
+        admitted.decision.origins = origins;
+        match stood_in {
+            None => Ok(admitted),
+            Some(stood_in) => Ok(self.with_stand_in(admitted, stood_in, &bill).await),
+        }
+    }
+
+    /// Decides here what was not decided elsewhere, by the failure modes.
+    async fn stand_in(
+        &self,
+        remote: &Remote,
+        portion: &Portion,
+        mode: Mode,
+        place: Option<&Place>,
+        held: &mut Option<Held>,
+    ) -> Result<Admitted, Rejection> {
+        let fallen_back = remote.fall_back(portion);
+        let FallenBack { bill, outcomes, uncounted } =
+            fallen_back.map_err(|policy| self.unavailable(policy))?;
+        let stood_in = match mode {
+            Mode::Charge => self.decide_here(bill, outcomes, place),
+            Mode::Peek => self.look_here(&bill, outcomes),
+        };
+        let stood_in = stood_in?;
+        if let Some(held) = held {
             held.take_anyway(&uncounted);
         }
-        admitted.permit = match (admitted.permit, held) {
-            (Some(permit), Some(held)) => Some(permit.with(held)),
-            (None, held) => held.map(Into::into),
-            (permit, None) => permit,
+        Ok(stood_in)
+    }
+
+    /// A decision that was made in part elsewhere and in part here.
+    async fn with_stand_in(&self, elsewhere: Admitted, here: Admitted, asked: &Bill) -> Admitted {
+        let Admitted { mut decision, mut turn, permit } = elsewhere;
+        if asked.charges.is_empty() && asked.slots.is_empty() {
+            // Nothing was decided elsewhere.
+            decision.stood_in = true;
+            turn = here.turn;
+        } else {
+            let own = here.decision.outcomes.iter().map(|outcome| outcome.policy);
+            let time_us = here.decision.time_us;
+            let own = own.map(|policy| Origin { policy, time_us, stood_in: true });
+            decision.origins = Some(
+                decision.origins.iter().flat_map(|all| all.iter().copied()).chain(own).collect(),
+            );
+            if let Some(turn) = here.turn {
+                // One after the other: the later of both is when it is over.
+                turn.await;
+            }
+        }
+        decision.outcomes.extend(here.decision.outcomes);
+        decision.delay_us = decision.delay_us.max(here.decision.delay_us);
+        self.shared.stack.sort(&mut decision.outcomes);
+        let permit = match (permit, here.permit) {
+            (Some(permit), Some(other)) => Some(permit.with(other)),
+            (permit, other) => permit.or(other),
         };
-        Ok(admitted)
+        Admitted { decision, turn, permit }
     }
 
     /// Holds the slots of this process that a request asks for, before anybody else is asked. `None` if it
@@ -154,22 +235,71 @@ impl<R: ?Sized + 'static> Limiter<R> {
 
     /// Gives back what was charged elsewhere at `time_us`, in the background. It is for those who come
     /// later: those who wait already were told when their turn is.
-    fn refund_elsewhere(&self, time_us: u64) -> Refund {
+    fn refund_elsewhere(&self, time_us: u64, origins: Option<Arc<[Origin]>>) -> Refund {
         let (limiter, runtime) = (self.clone(), Handle::current());
         Box::new(move |bill, outcomes| {
-            let (limiter, bill) = (limiter.clone(), bill.clone());
+            let (limiter, bill, origins) = (limiter.clone(), bill.clone(), origins.clone());
             let outcomes = Outcomes::from_slice(outcomes);
             let lengths_us = Lengths::from_elem(0, outcomes.len());
             runtime.spawn(async move {
                 if let Some(remote) = &limiter.shared.remote {
-                    remote.refund(&bill, &outcomes, time_us).await;
+                    let spent_us = |policy| spent_us(origins.as_deref(), policy, time_us);
+                    remote.refund(&bill, &outcomes, spent_us).await;
                 }
             });
             lengths_us
         })
     }
 
+    /// Gives back what was charged by a decision, wherever that was.
+    pub(super) async fn refund_parts(
+        &self,
+        remote: &Remote,
+        mut bill: Bill,
+        mut outcomes: Outcomes,
+        decision: &Decision,
+    ) -> Result<(), Rejection> {
+        bill.slots.clear();
+        outcomes.truncate(bill.charges.len());
+        let stood_in = |policy: &'static str| {
+            let origins = decision.origins.iter().flat_map(|origins| origins.iter());
+            let origin = origins.copied().find(|origin| origin.policy == policy);
+            origin.map_or(decision.stood_in, |origin| origin.stood_in)
+        };
+        let (mut here, mut elsewhere) = (Portion::default(), Portion::default());
+        for (charge, outcome) in bill.charges.iter().zip(outcomes) {
+            let portion = if stood_in(outcome.policy) { &mut here } else { &mut elsewhere };
+            portion.bill.charges.push(*charge);
+            portion.outcomes.push(outcome);
+        }
+        here.bill.rules.clone_from(&bill.rules);
+        elsewhere.bill.rules = bill.rules;
+        if let Ok(mut rest) = remote.fall_back(&here)
+            && !rest.bill.charges.is_empty()
+        {
+            self.give_back(&rest.bill, &mut rest.outcomes, decision);
+        }
+        Self::recall(&mut elsewhere.outcomes, decision);
+        let spent_us = |policy| spent_us(decision.origins.as_deref(), policy, decision.time_us);
+        let refunded = remote.refund(&elsewhere.bill, &elsewhere.outcomes, spent_us).await;
+        refunded.ok_or_else(|| self.unavailable(remote.first_policy()))
+    }
+
     pub(super) fn unavailable(&self, policy: &'static str) -> Rejection {
         self.rejection(Reason::Unavailable { policy })
     }
+}
+
+/// What is to be decided elsewhere, and the outcomes of the slots of this process.
+fn portions(mut bill: Bill, mut outcomes: Outcomes) -> (Portion, Outcomes) {
+    let (first, here) = (bill.charges.len(), bill.slots_here().len());
+    let here_outcomes = outcomes.drain(first..first + here).collect();
+    bill.slots.drain(..here);
+    (Portion { bill, outcomes }, here_outcomes)
+}
+
+/// When something was charged for a policy.
+fn spent_us(origins: Option<&[Origin]>, policy: &str, time_us: u64) -> u64 {
+    let origin = origins.and_then(|origins| origins.iter().find(|origin| origin.policy == policy));
+    origin.map_or(time_us, |origin| origin.time_us)
 }

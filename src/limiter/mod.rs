@@ -318,15 +318,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         if let Some(remote) = &self.shared.remote {
             let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
             self.write_bill(request, &mut bill, &mut outcomes)?;
-            if decision.stood_in {
-                if let Ok(mut rest) = remote.fall_back(&bill, &outcomes) {
-                    self.give_back(&rest.bill, &mut rest.outcomes, decision);
-                }
-                return Ok(());
-            }
-            Self::recall(&mut outcomes, decision);
-            let refunded = remote.refund(&bill, &outcomes, decision.time_us).await;
-            return refunded.ok_or_else(|| self.unavailable(remote.first_policy()));
+            return self.refund_parts(remote, bill, outcomes, decision).await;
         }
         self.refund(request, decision)
     }

@@ -42,7 +42,7 @@ pub enum StateChange {
 
 /// How a store is doing, and what it did since it was made. Refunds and resets count as
 /// requests, and so does what instances of a fleet tell each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Health {
     /// Whether it is being asked: the circuit breaker is closed.
@@ -57,6 +57,20 @@ pub struct Health {
     pub skipped: u64,
     /// How often it went down.
     pub downs: u64,
+}
+
+impl Health {
+    /// That of two stores together.
+    pub(crate) const fn and(self, other: Self) -> Self {
+        Self {
+            is_up: self.is_up && other.is_up,
+            decided: self.decided + other.decided,
+            failed: self.failed + other.failed,
+            late: self.late + other.late,
+            skipped: self.skipped + other.skipped,
+            downs: self.downs + other.downs,
+        }
+    }
 }
 
 #[derive(Default)]

@@ -72,20 +72,11 @@ fn fill_in_log(
     };
 }
 
-/// The same for slots, whose states were told from the one at `first` on.
-pub(crate) fn fill_in_slots(
-    told: &Told,
-    first: usize,
-    slots: &[Slot],
-    outcomes: &mut [Outcome],
-    charging: bool,
-) {
-    for ((slot, outcome), [held, ..]) in slots.iter().zip(outcomes).zip(&told.states[first..]) {
-        let free = slot.limit.saturating_sub(*held);
-        outcome.verdict = slot.verdict(free, false);
-        let taken = if charging && told.admitted { slot.cost } else { 0 };
-        outcome.remaining = free.saturating_sub(taken);
-    }
+/// The same for slots, of which so many were held before.
+pub(crate) fn fill_in_slot(slot: &Slot, held: u64, outcome: &mut Outcome, charging: bool) {
+    let free = slot.limit.saturating_sub(held);
+    outcome.verdict = slot.verdict(free, false);
+    outcome.remaining = free.saturating_sub(if charging { slot.cost } else { 0 });
 }
 
 /// What the refund script has to know of the moment at which something was spent.

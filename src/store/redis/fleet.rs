@@ -2,6 +2,7 @@
 
 use super::{RedisStore, StoreError, scripts::FLEET};
 use redis::from_redis_value;
+use xxhash_rust::xxh3::xxh3_128;
 
 /// What all instances have in flight, as they last told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,14 +22,16 @@ impl RedisStore {
         lease_ms: u64,
         load: [u64; 2],
     ) -> Option<FleetSum> {
+        // One of them counts all.
+        let node = self.node(self.place_of(xxh3_128(key.as_bytes()).into()));
         let tell = async {
-            let reply = self.shared.server.run(&FLEET, |command| {
+            let reply = node.server.run(&FLEET, |command| {
                 command.arg(1).arg(key).arg(id).arg(lease_ms).arg(&load);
             });
             let (critical, other, instances) =
                 from_redis_value(reply.await?).map_err(|_| StoreError::unreadable())?;
             Ok::<_, StoreError>(FleetSum { critical, other, instances })
         };
-        self.shared.guard.call(tell).await
+        node.guard.call(tell).await
     }
 }

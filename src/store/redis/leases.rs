@@ -5,9 +5,9 @@
 //! note, so it needs no runtime and never waits. If this process dies, its leases run out.
 
 use super::{
-    Shared,
     codec::{self, Ask, HeldSlots, LeaseId, SlotSet},
     error::StoreError,
+    node::Node,
     scripts::LEASES,
 };
 use parking_lot::Mutex;
@@ -31,7 +31,7 @@ use tokio::{
 
 /// How the leases of an instance are doing, see
 /// [`RedisStore::leases`](super::RedisStore::leases).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LeaseHealth {
     /// How many requests hold slots on leases now.
@@ -41,6 +41,16 @@ pub struct LeaseHealth {
     /// How many leases had run out, or were forgotten by the server, before they were made to last. They hold
     /// their slots again since, so there may have been more requests in flight than the limit.
     pub lost: u64,
+}
+
+impl LeaseHealth {
+    pub(super) const fn and(self, other: Self) -> Self {
+        Self {
+            held: self.held + other.held,
+            ending: self.ending + other.ending,
+            lost: self.lost + other.lost,
+        }
+    }
 }
 
 pub(super) struct Leases {
@@ -114,8 +124,8 @@ impl Leases {
 
     /// Makes an ask one for a lease. What this process knows to be over is ended by the same call, so
     /// nobody finds a slot taken that was released before.
-    pub(super) fn give(store: &Arc<Shared>, ask: &mut Ask) -> Lease {
-        let this = &store.leases;
+    pub(super) fn give(node: &Arc<Node>, ask: &mut Ask) -> Lease {
+        let this = &node.leases;
         let id = this.new_id();
         let slots: Box<[_]> = ask.slots().collect();
         let mut book = this.book.lock();
@@ -137,7 +147,7 @@ impl Leases {
         drop(book);
         ask.lease = Some(id);
         let stage = Stage::Asked { slots: slots.iter().map(|(_, slots)| *slots).collect(), ended };
-        Lease { store: store.clone(), id, stage, was_lost: Arc::default() }
+        Lease { node: node.clone(), id, stage, was_lost: Arc::default() }
     }
 
     pub(super) fn health(&self) -> LeaseHealth {
@@ -174,7 +184,7 @@ impl Book {
 
 /// Slots that a request holds, or has asked for. Dropping it ends the lease.
 pub(crate) struct Lease {
-    store: Arc<Shared>,
+    node: Arc<Node>,
     id: LeaseId,
     stage: Stage,
     was_lost: Arc<AtomicBool>,
@@ -195,7 +205,7 @@ impl Lease {
     pub(super) fn hold(&mut self) {
         if let Stage::Asked { slots, .. } = mem::replace(&mut self.stage, Stage::Held) {
             let entry = Entry { slots, was_lost: self.was_lost.clone() };
-            self.store.leases.book.lock().held.insert(self.id, entry);
+            self.node.leases.book.lock().held.insert(self.id, entry);
             self.keep();
         }
     }
@@ -215,12 +225,12 @@ impl Lease {
         let Ok(runtime) = Handle::try_current() else {
             return;
         };
-        let mut book = self.store.leases.book.lock();
+        let mut book = self.node.leases.book.lock();
         if !mem::replace(&mut book.is_kept, true) {
             drop(book);
             // A runtime that is shut down drops the task here and now.
             runtime.spawn(
-                Keeper { store: self.store.clone(), failing_since: None, is_done: false }.run(),
+                Keeper { node: self.node.clone(), failing_since: None, is_done: false }.run(),
             );
         }
     }
@@ -228,7 +238,7 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let leases = &self.store.leases;
+        let leases = &self.node.leases;
         let mut book = leases.book.lock();
         match mem::replace(&mut self.stage, Stage::Refused) {
             Stage::Held => {
@@ -257,7 +267,7 @@ impl fmt::Debug for Lease {
 
 /// The task that keeps the leases, while there are any.
 struct Keeper {
-    store: Arc<Shared>,
+    node: Arc<Node>,
     /// Since when calls have failed.
     failing_since: Option<Instant>,
     is_done: bool,
@@ -265,8 +275,8 @@ struct Keeper {
 
 impl Keeper {
     async fn run(mut self) {
-        let store = self.store.clone();
-        let Leases { length, ended, book, .. } = &store.leases;
+        let node = self.node.clone();
+        let Leases { length, ended, book, .. } = &node.leases;
         let mut renewal = Instant::now() + *length / RENEWALS;
         loop {
             let _ = timeout_at(renewal, ended.notified()).await;
@@ -296,7 +306,7 @@ impl Keeper {
 
     /// Ends what is to end.
     async fn end(&self) -> bool {
-        let book = &self.store.leases.book;
+        let book = &self.node.leases.book;
         loop {
             let batch = book.lock().next_to_end();
             if batch.is_empty() {
@@ -314,7 +324,7 @@ impl Keeper {
 
     /// Makes all leases last.
     async fn renew(&self) -> bool {
-        let leases = &self.store.leases;
+        let leases = &self.node.leases;
         let (held, later) = {
             let mut book = leases.book.lock();
             let of_entry = |(id, entry): (&LeaseId, &Entry)| {
@@ -341,7 +351,7 @@ impl Keeper {
     }
 
     fn note_lost<'a>(&self, lost: impl Iterator<Item = &'a (LeaseId, HeldSlots)>) {
-        let leases = &self.store.leases;
+        let leases = &self.node.leases;
         let book = leases.book.lock();
         let mut count = 0;
         for (id, _) in lost {
@@ -366,7 +376,7 @@ impl Keeper {
         lasting: &[(LeaseId, HeldSlots)],
         ending: &[(LeaseId, HeldSlots)],
     ) -> Option<Vec<usize>> {
-        let Shared { server, guard, prefix, leases, .. } = &*self.store;
+        let Node { server, guard, prefix, leases, .. } = &*self.node;
         let push_args = |command: &mut _| {
             codec::push_leases(command, prefix, leases.length_us(), lasting, ending);
         };
@@ -383,7 +393,7 @@ impl Keeper {
 
     /// Whether there is nothing to keep. Then this task is over.
     fn is_idle(&self) -> bool {
-        let mut book = self.store.leases.book.lock();
+        let mut book = self.node.leases.book.lock();
         let Book { held, ending, ending_later, is_kept, .. } = &mut *book;
         let is_idle = held.is_empty() && ending.is_empty() && ending_later.is_empty();
         if is_idle {
@@ -397,7 +407,7 @@ impl Drop for Keeper {
     /// If it is not done, its runtime was shut down, or it panicked. The next request has another one.
     fn drop(&mut self) {
         if !self.is_done {
-            self.store.leases.book.lock().is_kept = false;
+            self.node.leases.book.lock().is_kept = false;
         }
     }
 }

@@ -24,8 +24,10 @@ mod error;
 mod fleet;
 mod lane;
 mod leases;
+mod node;
 mod scripts;
 mod server;
+mod shards;
 
 pub use crate::resilience::{Health, StateChange};
 pub use bb8_redis;
@@ -34,33 +36,34 @@ pub use error::StoreError;
 pub use leases::LeaseHealth;
 pub use redis as client;
 
-pub(crate) use answer::{fill_in, fill_in_slots, memory};
+pub(crate) use answer::{fill_in, fill_in_slot, memory};
 pub(crate) use codec::{Ask, AskedCharge, CodedRule, MOST_LEASED, PolicyId, Told};
 pub(crate) use fleet::FleetSum;
 pub(crate) use leases::Lease;
 
 use crate::{
     clock::Clock,
-    resilience::{Failure, Guard, Hook, breaker},
+    key::Fingerprint,
+    resilience::{Guard, Hook, breaker},
 };
 use bb8::Pool;
 use bb8_redis::RedisConnectionManager;
 use connection::Source;
 use lane::{Lane, Limits};
 use leases::Leases;
+use node::Node;
 use redis::{ConnectionInfo, IntoConnectionInfo};
-use scripts::{REFUND, RESET};
 use server::Server;
+use shards::Shards;
 use std::{
     error::Error,
-    fmt,
+    fmt, slice,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU8, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
 };
-use tokio::{runtime::Handle, time::timeout};
 
 /// State in Redis or Valkey, shared by all instances that name the same server and namespace.
 ///
@@ -91,16 +94,24 @@ pub struct RedisStore {
 }
 
 struct Shared {
-    server: Arc<Server>,
-    lane: Arc<Lane>,
-    guard: Guard,
-    leases: Leases,
+    nodes: Nodes,
+    /// What the names of all keys begin with.
     prefix: Arc<str>,
     key: Arc<[u8]>,
-    deadline: Duration,
     instances: u32,
-    look_over: Arc<AtomicU8>,
+    lease: Duration,
+    given_back: [AtomicU64; 2],
 }
+
+/// The servers that state is on.
+enum Nodes {
+    One(Arc<Node>),
+    Shards(Shards),
+}
+
+/// Where state is, among the nodes of a store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place(usize);
 
 /// Puts a [`RedisStore`] together.
 pub struct RedisStoreBuilder {
@@ -136,6 +147,11 @@ pub enum ConfigError {
     Namespace {
         /// The namespace.
         namespace: String,
+    },
+    /// Shards cannot be those of one store.
+    Shards {
+        /// Why.
+        message: String,
     },
     /// An option is zero, or larger than what makes sense.
     OutOfRange {
@@ -176,22 +192,93 @@ impl RedisStore {
         RedisStoreBuilder::new(Given::Pool(pool))
     }
 
-    /// How the store is doing.
+    /// Starts a store on several independent servers, or groups of them, each with a name of its own: what
+    /// belongs to one key is on one of them, by rendezvous hashing of the key and the names.
+    ///
+    /// A server that is down leaves its keys to their policies' failure modes, and no others. A server that
+    /// is added takes over its part of the keys, which begin anew there; those of others stay where they
+    /// are. All of them have the settings of the first.
+    ///
+    /// ```no_run
+    /// use tollgate::redis::RedisStore;
+    ///
+    /// let shard = |address: &str| RedisStore::builder(address).namespace("api").build();
+    /// let store = RedisStore::shards([
+    ///     ("a", shard("redis://10.0.0.1/")?),
+    ///     ("b", shard("redis://10.0.0.2/")?),
+    /// ])?;
+    /// # Ok::<(), tollgate::redis::ConfigError>(())
+    /// ```
+    ///
+    /// A request whose policies count by several keys may have them on several servers. These are asked at
+    /// the same time, and if one of them rejects it, what it was charged on others is
+    /// [given back](Self::given_back).
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] if there is no shard, or two have the same name or different namespaces or secrets.
+    pub fn shards<N: Into<String>>(
+        shards: impl IntoIterator<Item = (N, Self)>,
+    ) -> Result<Self, ConfigError> {
+        let shards: Vec<(String, Self)> =
+            shards.into_iter().map(|(name, store)| (name.into(), store)).collect();
+        let Some((_, first)) = shards.first() else {
+            return Err(ConfigError::Shards { message: "there is none".to_owned() });
+        };
+        let Shared { prefix, key, instances, lease, .. } = &*first.shared;
+        let (prefix, key) = (prefix.clone(), key.clone());
+        for (name, store) in &shards {
+            let alike = store.shared.prefix == prefix && store.shared.key == key;
+            if !alike {
+                let message = format!("`{name}` has another namespace or secret than the first");
+                return Err(ConfigError::Shards { message });
+            }
+        }
+        let (instances, lease) = (*instances, *lease);
+        let nodes = shards
+            .iter()
+            .flat_map(|(name, store)| store.nodes().map(move |node| (name.as_str(), node.clone())));
+        let nodes = Nodes::Shards(Shards::new(nodes)?);
+        Ok(Self {
+            shared: Arc::new(Shared {
+                nodes,
+                prefix,
+                key,
+                instances,
+                lease,
+                given_back: Default::default(),
+            }),
+        })
+    }
+
+    /// How the store is doing; of several servers, all of them together: up if all are.
     #[must_use]
     pub fn health(&self) -> Health {
-        self.shared.guard.health()
+        let healths = self.nodes().map(|node| node.health());
+        healths.reduce(Health::and).unwrap_or_default()
+    }
+
+    /// How each server is doing, by the names that they were given as shards.
+    #[must_use]
+    pub fn shard_health(&self) -> Vec<(String, Health)> {
+        match &self.shared.nodes {
+            Nodes::One(node) => vec![(String::new(), node.health())],
+            Nodes::Shards(shards) => shards.health(),
+        }
     }
 
     /// How many script calls decided how many requests so far.
     #[must_use]
     pub fn calls(&self) -> (u64, u64) {
-        (self.shared.lane.calls.load(Relaxed), self.shared.lane.requests.load(Relaxed))
+        let calls = self.nodes().map(|node| node.calls());
+        calls.fold((0, 0), |sum, (calls, requests)| (sum.0 + calls, sum.1 + requests))
     }
 
     /// How the leases of this instance are doing.
     #[must_use]
     pub fn leases(&self) -> LeaseHealth {
-        self.shared.leases.health()
+        let leases = self.nodes().map(|node| node.lease_health());
+        leases.reduce(LeaseHealth::and).unwrap_or_default()
     }
 
     /// Looks the server over: eviction, missing rights, its role, its version, its clock. The same is
@@ -200,9 +287,25 @@ impl RedisStore {
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if the server does not answer.
+    /// [`StoreError`] if the server, or one of several, does not answer.
     pub async fn check(&self) -> Result<Vec<Warning>, StoreError> {
-        self.shared.check().await
+        let mut warnings = Vec::new();
+        for node in self.nodes() {
+            warnings.extend(node.check().await?);
+        }
+        Ok(warnings)
+    }
+
+    /// How often requests with keys on several servers were charged on one of them and then rejected by
+    /// another, so that the charge was given back; and how often that failed, so that it stays.
+    #[must_use]
+    pub fn given_back(&self) -> (u64, u64) {
+        let [given, failed] = self.shared.given_back.each_ref().map(|count| count.load(Relaxed));
+        (given, failed)
+    }
+
+    pub(crate) fn count_given_back(&self, given: bool) {
+        self.shared.given_back[usize::from(!given)].fetch_add(1, Relaxed);
     }
 
     pub(crate) fn prefix(&self) -> &Arc<str> {
@@ -221,82 +324,51 @@ impl RedisStore {
 
     /// The length of a lease, in microseconds.
     pub(crate) fn lease_us(&self) -> u64 {
-        self.shared.leases.length_us()
+        self.shared.lease.as_micros() as u64
     }
 
-    /// Has a request decided. `None` means that the failure modes have to answer.
-    pub(crate) async fn decide(&self, mut ask: Ask) -> Option<(Told, Option<Lease>)> {
-        self.look_over(DUE);
-        let Shared { guard, lane, .. } = &*self.shared;
-        let decision = guard.call(async {
-            // If this is dropped, or fails, whatever was taken is given back.
-            let mut lease = None;
-            if ask.slots().next().is_some() && !ask.peeks {
-                lease = Some(Leases::give(&self.shared, &mut ask));
-            }
-            let told = lane.ask(ask).await?;
-            match &mut lease {
-                Some(lease) if told.admitted => lease.hold(),
-                _ => {
-                    lease.take().map(Lease::refuse);
-                }
-            }
-            Ok::<_, StoreError>((told, lease))
-        });
-        let decision = decision.await?;
-        self.look_over(DUE_WHEN_UP);
-        Some(decision)
-    }
-
-    /// Looks the server over in the background, if that is due.
-    fn look_over(&self, due: u8) {
-        let look_over = &self.shared.look_over;
-        if look_over.load(Relaxed) == due
-            && look_over.compare_exchange(due, DONE, Relaxed, Relaxed).is_ok()
-        {
-            let shared = self.shared.clone();
-            Handle::current().spawn(async move { shared.warn().await });
+    /// Where the state of an identity is.
+    pub(crate) fn place_of(&self, fingerprint: Fingerprint) -> Place {
+        match &self.shared.nodes {
+            Nodes::One(_) => Place(0),
+            Nodes::Shards(shards) => Place(shards.index_of(fingerprint)),
         }
     }
 
-    /// Gives back what a request was charged at `spent_us`, with what each algorithm has to know of
-    /// that moment.
-    pub(crate) async fn refund(&self, ask: &Ask, spent_us: u64, memories: &[u64]) -> Option<()> {
-        let push_args = |command: &mut _| codec::push_refund(command, ask, spent_us, memories);
-        let refund = async { self.shared.server.run(&REFUND, push_args).await.map(drop) };
-        self.shared.guard.call(refund).await
+    /// Has a request decided whose identities are all in one place. `None` means that the failure modes
+    /// have to answer.
+    pub(crate) async fn decide(&self, place: Place, ask: Ask) -> Option<(Told, Option<Lease>)> {
+        self.node(place).decide(ask).await
     }
 
-    /// Forgets all that is known of those whom an ask is for.
-    pub(crate) async fn reset(&self, ask: &Ask) -> Option<()> {
-        let push_args = |command: &mut _| codec::push_reset(command, ask);
-        let reset = async { self.shared.server.run(&RESET, push_args).await.map(drop) };
-        self.shared.guard.call(reset).await
-    }
-}
-
-/// The first request has the server looked over, and the first that it decides, if it was down then.
-const DUE: u8 = 0;
-const DONE: u8 = 1;
-const DUE_WHEN_UP: u8 = 2;
-
-impl Shared {
-    async fn check(&self) -> Result<Vec<Warning>, StoreError> {
-        let key = format!("{}:check", self.prefix);
-        // A connection may have to be made first.
-        let patience = 10 * self.deadline;
-        let looked_over = timeout(patience, checks::look_over(&self.server, &key)).await;
-        looked_over.unwrap_or(Err(StoreError::Late))
+    /// Gives back what a request was charged in one place at `spent_us`, with what each algorithm has to
+    /// know of that moment.
+    pub(crate) async fn refund(
+        &self,
+        place: Place,
+        ask: &Ask,
+        spent_us: u64,
+        memories: &[u64],
+    ) -> Option<()> {
+        self.node(place).refund(ask, spent_us, memories).await
     }
 
-    async fn warn(&self) {
-        match self.check().await {
-            Ok(warnings) => {
-                for warning in warnings {
-                    tracing::warn!(target: "tollgate", "{warning}");
-                }
-            }
-            Err(_) => self.look_over.store(DUE_WHEN_UP, Relaxed),
+    /// Forgets all that is known of those whom an ask is for, who are in one place.
+    pub(crate) async fn reset(&self, place: Place, ask: &Ask) -> Option<()> {
+        self.node(place).reset(ask).await
+    }
+
+    fn node(&self, Place(place): Place) -> &Arc<Node> {
+        match &self.shared.nodes {
+            Nodes::One(node) => node,
+            Nodes::Shards(shards) => shards.node(place),
+        }
+    }
+
+    fn nodes(&self) -> impl Iterator<Item = &Arc<Node>> {
+        match &self.shared.nodes {
+            Nodes::One(node) => slice::from_ref(node).iter(),
+            Nodes::Shards(shards) => shards.nodes().iter(),
         }
     }
 }
@@ -305,18 +377,17 @@ impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Shared")
             .field("prefix", &self.prefix)
-            .field("guard", &self.guard)
+            .field("nodes", &self.nodes)
             .finish_non_exhaustive()
     }
 }
 
-impl Failure for StoreError {
-    fn is_outage(&self) -> bool {
-        Self::is_outage(self)
-    }
-
-    fn is_late(&self) -> bool {
-        *self == Self::Late
+impl fmt::Debug for Nodes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::One(node) => node.fmt(f),
+            Self::Shards(shards) => shards.fmt(f),
+        }
     }
 }
 
@@ -463,35 +534,27 @@ impl RedisStoreBuilder {
         let server = Arc::new(Server { source, clock: self.clock, has_msetex });
         let limits =
             Limits { batch: self.batch, in_flight: self.in_flight, patience: self.deadline };
-        let shared = Shared {
+        let hook = node::hook(look_over.clone(), self.hook);
+        let prefix: Arc<str> = prefix.into();
+        let node = Node {
             lane: Arc::new(Lane::new(server.clone(), limits)),
             server,
-            guard: Guard::new(
-                &self.breaker,
-                self.deadline,
-                Some(hook(look_over.clone(), self.hook)),
-            ),
+            guard: Guard::new(&self.breaker, self.deadline, Some(hook)),
             leases: Leases::new(self.lease),
-            prefix: prefix.into(),
-            key: self.key.into(),
+            prefix: prefix.clone(),
             deadline: self.deadline,
-            instances: self.instances,
             look_over,
+        };
+        let shared = Shared {
+            nodes: Nodes::One(Arc::new(node)),
+            prefix,
+            key: self.key.into(),
+            instances: self.instances,
+            lease: self.lease,
+            given_back: Default::default(),
         };
         Ok(RedisStore { shared: Arc::new(shared) })
     }
-}
-
-/// A server that was down may be another one now.
-fn hook(look_over: Arc<AtomicU8>, own: Option<Hook>) -> Hook {
-    Box::new(move |change| {
-        if *change == StateChange::Up {
-            look_over.store(DUE, Relaxed);
-        }
-        if let Some(own) = &own {
-            own(change);
-        }
-    })
 }
 
 fn is_namespace(text: &str) -> bool {
@@ -522,6 +585,11 @@ impl fmt::Display for ConfigError {
                 f,
                 "`{}` is no namespace; use 1 to 64 letters, digits, `_`, `.` or `-`",
                 namespace.escape_debug()
+            ),
+            Self::Shards { message } => write!(
+                f,
+                "these cannot be the shards of a store: {message}; give it one or more, each with a \
+                 name of its own, and all with the same namespace and secret"
             ),
             Self::OutOfRange { option, range } => write!(f, "`{option}` has to be {range}"),
         }
