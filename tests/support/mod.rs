@@ -9,6 +9,7 @@ pub(crate) mod net;
 pub(crate) mod process;
 pub(crate) mod proxy;
 pub(crate) mod puppet;
+pub(crate) mod sentinels;
 pub(crate) mod server;
 pub(crate) mod stacks;
 

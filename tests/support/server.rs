@@ -43,6 +43,8 @@ impl Flavour {
 pub(crate) struct Server {
     flavour: Flavour,
     arguments: Vec<String>,
+    /// What it is told by a file that it may write to.
+    config: Option<String>,
     /// For its socket, its log and what it saves.
     dir: PathBuf,
     port: u16,
@@ -56,9 +58,18 @@ impl Server {
 
     /// With more arguments, e.g. `["--maxmemory", "3mb"]`.
     pub(crate) fn with(flavour: Flavour, arguments: &[&str]) -> Self {
+        Self::launched(flavour, None, arguments)
+    }
+
+    /// A sentinel, with lines of configuration.
+    pub(crate) fn sentinel(flavour: Flavour, config: &str) -> Self {
+        Self::launched(flavour, Some(config.to_owned()), &["--sentinel"])
+    }
+
+    fn launched(flavour: Flavour, config: Option<String>, arguments: &[&str]) -> Self {
         let arguments = arguments.iter().map(|&argument| argument.to_owned()).collect();
         let dir = env::temp_dir().join(format!("tollgate-{}-{}", process::id(), next()));
-        let mut server = Self { flavour, arguments, dir, port: next_port(), process: None };
+        let mut server = Self { flavour, arguments, config, dir, port: next_port(), process: None };
         server.clear();
         while !server.launch() {
             server.port = next_port();
@@ -152,6 +163,13 @@ impl Server {
     fn clear(&self) {
         let _ = fs::remove_dir_all(&self.dir);
         fs::create_dir(&self.dir).unwrap();
+        if let Some(config) = &self.config {
+            fs::write(self.config_path(), config).unwrap();
+        }
+    }
+
+    fn config_path(&self) -> PathBuf {
+        self.dir.join("config")
     }
 
     /// Starts the process and waits until it answers. False if its port is taken.
@@ -160,6 +178,7 @@ impl Server {
         let log = self.dir.join("log");
         let output = File::create(&log).unwrap();
         let process = Command::new(&path)
+            .args(self.config.as_ref().map(|_| self.config_path()))
             .args(["--bind", "127.0.0.1", "--port", &self.port.to_string()])
             .args(["--save", "", "--appendonly", "no", "--dir"])
             .arg(&self.dir)

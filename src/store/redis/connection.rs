@@ -5,6 +5,8 @@
 //! and the first of them is longer ago than a call may take.
 
 use super::error::StoreError;
+#[cfg(feature = "sentinel")]
+use super::sentinel::Primary;
 use crate::clock::Clock;
 use bb8::{ErrorSink, ManageConnection, Pool, RunError};
 use bb8_redis::RedisConnectionManager;
@@ -43,7 +45,6 @@ pub(super) struct OwnPool {
     size: u32,
     /// With the runtime that it was made on.
     pool: Mutex<Option<(runtime::Id, Pool<Manager>)>>,
-    last_error: LastError,
 }
 
 impl Source {
@@ -52,12 +53,19 @@ impl Source {
         patience: Duration,
         size: u32,
     ) -> Result<Self, RedisError> {
-        let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
-        let tcp = TcpSettings::default().set_nodelay(true);
-        let info = info.clone().set_redis_settings(settings).set_tcp_settings(tcp);
-        let manager = Manager { client: Client::open(info)?, patience };
-        let (pool, last_error) = (Mutex::default(), LastError::default());
-        Ok(Self::Own(Box::new(OwnPool { manager, size, pool, last_error })))
+        let way = Way::Straight(Client::open(with_settings(info))?);
+        Ok(Self::pool(way, patience, size))
+    }
+
+    /// The primary that sentinels name.
+    #[cfg(feature = "sentinel")]
+    pub(super) fn primary(primary: Primary, patience: Duration, size: u32) -> Self {
+        Self::pool(Way::Sentinels(Arc::new(primary)), patience, size)
+    }
+
+    fn pool(way: Way, patience: Duration, size: u32) -> Self {
+        let manager = Manager { way, patience, last_error: LastError::default() };
+        Self::Own(Box::new(OwnPool { manager, size, pool: Mutex::default() }))
     }
 
     /// Sends a command and waits for the reply.
@@ -80,14 +88,21 @@ impl Source {
 impl OwnPool {
     async fn query(&self, command: &Cmd) -> Result<Value, StoreError> {
         let pool = self.pool();
+        self.manager.way.look_again();
+        let mut may_retry = self.manager.way.may_lead_elsewhere();
         loop {
             let mut connection = pool.get().await.map_err(|error| match error {
-                RunError::User(error) => StoreError::from(&error),
+                RunError::User(error) => error,
                 RunError::TimedOut => self.no_connection(&pool),
             })?;
             // One that was closed while it lay idle goes back to be thrown away.
-            if !connection.is_broken() {
-                return connection.query(command).await;
+            if connection.is_broken() {
+                continue;
+            }
+            match connection.query(command).await {
+                // Nothing ran, and the next connection leads to another server.
+                Err(error) if error.is_from_replica() && may_retry => may_retry = false,
+                result => return result,
             }
         }
     }
@@ -101,7 +116,7 @@ impl OwnPool {
                 .test_on_check_out(false)
                 .max_lifetime(None)
                 .idle_timeout(None)
-                .error_sink(Box::new(self.last_error.clone()))
+                .error_sink(Box::new(self.manager.last_error.clone()))
                 .build_unchecked(self.manager.clone())
         };
         let mut pool = self.pool.lock();
@@ -111,7 +126,7 @@ impl OwnPool {
 
     /// Why the pool gave no connection in time.
     fn no_connection(&self, pool: &Pool<Manager>) -> StoreError {
-        self.last_error.take().unwrap_or_else(|| {
+        self.manager.last_error.take().unwrap_or_else(|| {
             // It may wait for connections that another runtime was making when it was shut down.
             let here = Handle::current().id();
             let elsewhere = |made: &mut (runtime::Id, Pool<Manager>)| made.0 != here;
@@ -140,9 +155,34 @@ const LEAST_CONNECTION_TIME: Duration = Duration::from_secs(1);
 /// Makes connections, and tells which are of no use any more.
 #[derive(Clone)]
 pub(super) struct Manager {
-    client: Client,
+    way: Way,
     /// How long those who decide wait for a connection, and for a reply.
     patience: Duration,
+    last_error: LastError,
+}
+
+/// How a server is found.
+#[derive(Clone)]
+enum Way {
+    Straight(Client),
+    #[cfg(feature = "sentinel")]
+    Sentinels(Arc<Primary>),
+}
+
+impl Way {
+    /// Sees now and then, in the background, whether it leads to another server.
+    fn look_again(&self) {
+        match self {
+            Self::Straight(_) => {}
+            #[cfg(feature = "sentinel")]
+            Self::Sentinels(primary) => primary.look_again(),
+        }
+    }
+
+    /// Whether the next connection may be to another server than the last.
+    fn may_lead_elsewhere(&self) -> bool {
+        !matches!(self, Self::Straight(_))
+    }
 }
 
 pub(super) struct Connection {
@@ -152,9 +192,30 @@ pub(super) struct Connection {
     unanswered_since_us: u64,
     patience: Duration,
     broken: Arc<AtomicBool>,
+    /// Whether the server is not the primary any more. All connections to it share this.
+    pub(super) is_deposed: Arc<AtomicBool>,
 }
 
 impl Connection {
+    /// Makes one.
+    pub(super) async fn open(client: &Client, patience: Duration) -> Result<Self, StoreError> {
+        let broken = Arc::new(AtomicBool::new(false));
+        let closed = broken.clone();
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(patience.max(LEAST_CONNECTION_TIME)))
+            .set_response_timeout(Some(patience))
+            .set_push_sender(move |push: PushInfo| {
+                if push.kind == PushKind::Disconnection {
+                    closed.store(true, Relaxed);
+                }
+                Ok::<_, SendError>(())
+            });
+        let connecting = client.get_multiplexed_async_connection_with_config(&config);
+        let inner = without_panic(connecting).await?;
+        let is_deposed = Arc::default();
+        Ok(Self { inner, unanswered: 0, unanswered_since_us: 0, patience, broken, is_deposed })
+    }
+
     fn is_broken(&self) -> bool {
         // A call that was given up says nothing, but if the next one stays without a reply as well,
         // the connection may lead nowhere.
@@ -162,10 +223,12 @@ impl Connection {
             let silent_us = Clock::system().now_us().saturating_sub(self.unanswered_since_us);
             Duration::from_micros(silent_us) > self.patience * 3 / 2
         };
-        self.unanswered > 1 && is_silent() || self.broken.load(Relaxed)
+        self.unanswered > 1 && is_silent()
+            || self.broken.load(Relaxed)
+            || self.is_deposed.load(Relaxed)
     }
 
-    async fn query(&mut self, command: &Cmd) -> Result<Value, StoreError> {
+    pub(super) async fn query(&mut self, command: &Cmd) -> Result<Value, StoreError> {
         if self.unanswered == 0 {
             self.unanswered_since_us = Clock::system().now_us();
         }
@@ -174,11 +237,23 @@ impl Connection {
         let result = send(&mut self.inner, command).await;
         match &result {
             Err(StoreError::Late) => {}
-            Err(error) if error.breaks_connection() => self.broken.store(true, Relaxed),
+            Err(error) if error.breaks_connection() => {
+                self.broken.store(true, Relaxed);
+                if error.is_from_replica() {
+                    self.is_deposed.store(true, Relaxed);
+                }
+            }
             _ => self.unanswered = 0,
         }
         result
     }
+}
+
+/// What is said to a server, and how, whatever its address says of that.
+pub(super) fn with_settings(info: &ConnectionInfo) -> ConnectionInfo {
+    let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
+    let tcp = TcpSettings::default().set_nodelay(true);
+    info.clone().set_redis_settings(settings).set_tcp_settings(tcp)
 }
 
 /// An error reply is an error, too.
@@ -189,27 +264,17 @@ async fn send(connection: &mut MultiplexedConnection, command: &Cmd) -> Result<V
 
 impl ManageConnection for Manager {
     type Connection = Connection;
-    type Error = RedisError;
+    type Error = StoreError;
 
-    async fn connect(&self) -> Result<Connection, RedisError> {
-        let broken = Arc::new(AtomicBool::new(false));
-        let closed = broken.clone();
-        let config = AsyncConnectionConfig::new()
-            .set_connection_timeout(Some(self.patience.max(LEAST_CONNECTION_TIME)))
-            .set_response_timeout(Some(self.patience))
-            .set_push_sender(move |push: PushInfo| {
-                if push.kind == PushKind::Disconnection {
-                    closed.store(true, Relaxed);
-                }
-                Ok::<_, SendError>(())
-            });
-        let connecting = self.client.get_multiplexed_async_connection_with_config(&config);
-        let inner = without_panic(connecting).await?;
-        let patience = self.patience;
-        Ok(Connection { inner, unanswered: 0, unanswered_since_us: 0, patience, broken })
+    async fn connect(&self) -> Result<Connection, StoreError> {
+        match &self.way {
+            Way::Straight(client) => Connection::open(client, self.patience).await,
+            #[cfg(feature = "sentinel")]
+            Way::Sentinels(primary) => primary.connect(&self.last_error).await,
+        }
     }
 
-    async fn is_valid(&self, _: &mut Connection) -> Result<(), RedisError> {
+    async fn is_valid(&self, _: &mut Connection) -> Result<(), StoreError> {
         Ok(())
     }
 
@@ -247,12 +312,12 @@ impl LastError {
     }
 }
 
-impl ErrorSink<RedisError> for LastError {
-    fn sink(&self, error: RedisError) {
-        *self.0.lock() = Some(StoreError::from(&error));
+impl ErrorSink<StoreError> for LastError {
+    fn sink(&self, error: StoreError) {
+        *self.0.lock() = Some(error);
     }
 
-    fn boxed_clone(&self) -> Box<dyn ErrorSink<RedisError>> {
+    fn boxed_clone(&self) -> Box<dyn ErrorSink<StoreError>> {
         Box::new(self.clone())
     }
 }

@@ -15,6 +15,13 @@ pub enum StoreError {
         /// What was told.
         message: String,
     },
+    /// No server is known to be the primary.
+    NoPrimary {
+        /// The name by which the sentinels were asked for it.
+        name: String,
+        /// What they said.
+        message: String,
+    },
     /// The server refused the call.
     Refused {
         /// The first word of its answer, such as `READONLY`, `OOM` or `NOPERM`.
@@ -56,19 +63,24 @@ impl StoreError {
     pub(super) fn breaks_connection(&self) -> bool {
         match self {
             Self::Late => false,
-            Self::Disconnected { .. } => true,
-            Self::Refused { code, message } => match &code[..] {
-                "READONLY" | "MASTERDOWN" | "NOAUTH" | "NOPERM" | "WRONGPASS" => true,
-                // Up to Redis 6.2, what goes wrong in a script is told in words only.
-                _ => message.contains("READONLY"),
-            },
+            Self::Disconnected { .. } | Self::NoPrimary { .. } => true,
+            Self::Refused { code, .. } => {
+                matches!(&code[..], "NOAUTH" | "NOPERM" | "WRONGPASS") || self.is_from_replica()
+            }
         }
+    }
+
+    /// Whether the server is a replica, on which nothing ran.
+    pub(super) fn is_from_replica(&self) -> bool {
+        let Self::Refused { code, message } = self else { return false };
+        // Up to Redis 6.2, what goes wrong in a script is told in words only.
+        matches!(&code[..], "READONLY" | "MASTERDOWN") || message.contains("READONLY")
     }
 
     /// Whether this says that the store is out of order, rather than something about one request.
     pub(crate) fn is_outage(&self) -> bool {
         match self {
-            Self::Late | Self::Disconnected { .. } => true,
+            Self::Late | Self::Disconnected { .. } | Self::NoPrimary { .. } => true,
             Self::Refused { code, message } => match &code[..] {
                 "ERR" => OUTAGES.iter().any(|outage| message.contains(outage)),
                 "WRONGTYPE" | "NOSCRIPT" | "CROSSSLOT" => false,
@@ -121,6 +133,9 @@ impl fmt::Display for StoreError {
         match self {
             Self::Late => f.write_str("no answer before the deadline"),
             Self::Disconnected { message } => write!(f, "no connection: {message}"),
+            Self::NoPrimary { name, message } => {
+                write!(f, "the sentinels lead to no primary `{}`: {message}", name.escape_debug())
+            }
             Self::Refused { code, message } => write!(f, "the server refused: {code} {message}"),
         }
     }

@@ -26,6 +26,8 @@ mod lane;
 mod leases;
 mod node;
 mod scripts;
+#[cfg(feature = "sentinel")]
+mod sentinel;
 mod server;
 mod shards;
 
@@ -132,6 +134,8 @@ pub struct RedisStoreBuilder {
 enum Given {
     Info(Box<Result<ConnectionInfo, redis::RedisError>>),
     Pool(Pool<RedisConnectionManager>),
+    #[cfg(feature = "sentinel")]
+    Sentinels(sentinel::Given),
 }
 
 /// Why a store cannot be.
@@ -141,6 +145,11 @@ pub enum ConfigError {
     /// The server's address is none.
     Address {
         /// Why. It does not repeat the address, which may hold a password.
+        message: String,
+    },
+    /// The sentinels, or what was told of their primary, cannot be used.
+    Sentinel {
+        /// Why. It does not repeat addresses, which may hold passwords.
         message: String,
     },
     /// A namespace is not of the form `[A-Za-z0-9_.-]{1,64}`.
@@ -190,6 +199,49 @@ impl RedisStore {
     #[must_use]
     pub fn from_pool(pool: Pool<RedisConnectionManager>) -> RedisStoreBuilder {
         RedisStoreBuilder::new(Given::Pool(pool))
+    }
+
+    /// Starts a store on the primary that Redis Sentinel knows by the name `primary`, such as
+    /// `mymaster`.
+    ///
+    /// Sentinels are given by addresses as for [`builder`](Self::builder), with credentials of their own
+    /// and the port, which is 26379 most often. Any that are alive will do. How to speak to the primary
+    /// is told by [`primary`](RedisStoreBuilder::primary).
+    ///
+    /// ```
+    /// use tollgate::redis::RedisStore;
+    ///
+    /// let sentinels = ["a", "b", "c"].map(|host| format!("redis://:password@sentinel-{host}:26379"));
+    /// let store = RedisStore::sentinel(sentinels, "mymaster")
+    ///     .primary("redis://api:password@primary/0")
+    ///     .build()?;
+    /// # Ok::<(), tollgate::redis::ConfigError>(())
+    /// ```
+    ///
+    /// Each new connection goes to whom most of the sentinels that answer name, and counts when that
+    /// server says itself that it is a primary. When there is another primary, all connections to the
+    /// old one are dropped: at once when it says that it is a replica, and else within about a second,
+    /// for the sentinels are asked so often. While none of them answers, the primary that they named
+    /// last stays in use.
+    ///
+    /// After a fail-over the new primary may lack what the old one decided last: Redis replicates in the
+    /// background. While there is no primary, each policy answers by its
+    /// [failure mode](crate::Policy::on_store_failure), and
+    /// [`retry_every`](RedisStoreBuilder::retry_every) says how soon the new one is found.
+    ///
+    /// Users of sentinels need `+sentinel|get-master-addr-by-name` there, before Redis 7 `+sentinel`; the
+    /// primary's user needs `+role` beside the rights above, or else a replica is known only by its refusal
+    /// to write.
+    #[cfg(feature = "sentinel")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "sentinel")))]
+    #[must_use]
+    pub fn sentinel<S>(sentinels: S, primary: impl Into<String>) -> RedisStoreBuilder
+    where
+        S: IntoIterator<Item: IntoConnectionInfo>,
+    {
+        let sentinels = sentinels.into_iter().map(IntoConnectionInfo::into_connection_info).collect();
+        let given = sentinel::Given { name: primary.into(), sentinels, primary: None };
+        RedisStoreBuilder::new(Given::Sentinels(given))
     }
 
     /// Starts a store on several independent servers, or groups of them, each with a name of its own: what
@@ -410,6 +462,25 @@ impl RedisStoreBuilder {
         }
     }
 
+    /// How to speak to the primary that [sentinels](RedisStore::sentinel) name: user, password, database
+    /// and TLS, as a URL or [`ConnectionInfo`] whose host and port are not used. Default: no user, the
+    /// database 0, no TLS.
+    ///
+    /// With TLS, the primary's certificate has to be for what the sentinels name: an address, or a host
+    /// with `sentinel announce-hostnames yes`.
+    #[cfg(feature = "sentinel")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "sentinel")))]
+    #[must_use]
+    pub fn primary(mut self, settings: impl IntoConnectionInfo) -> Self {
+        let mut given = match self.source {
+            Given::Sentinels(given) => given,
+            _ => sentinel::Given::default(),
+        };
+        given.primary = Some(settings.into_connection_info());
+        self.source = Given::Sentinels(given);
+        self
+    }
+
     /// What tells the keys of this application, or layer, from those of others on the same server:
     /// letters, digits, `_`, `.` and `-`. All keys then begin with `tg:` and it; without one, with
     /// `tg:`. Default: none.
@@ -522,12 +593,17 @@ impl RedisStoreBuilder {
         check((least..=most).contains(&self.deadline), "deadline", "1 ms to 60 s")?;
         let (shortest, longest) = (Duration::from_millis(100), Duration::from_secs(3_600));
         check((shortest..=longest).contains(&self.lease), "lease", "100 ms to 1 h")?;
+        // Two more than calls: for refunds and checks, and for leases.
+        let connections = self.in_flight as u32 + 2;
         let source = match self.source {
             Given::Pool(pool) => Source::Given(pool),
             Given::Info(info) => (*info)
-                // Two more than calls: for refunds and checks, and for leases.
-                .and_then(|info| Source::own(&info, self.deadline, self.in_flight as u32 + 2))
+                .and_then(|info| Source::own(&info, self.deadline, connections))
                 .map_err(|error| ConfigError::Address { message: error.to_string() })?,
+            #[cfg(feature = "sentinel")]
+            Given::Sentinels(given) => {
+                Source::primary(given.check(self.deadline)?, self.deadline, connections)
+            }
         };
         let has_msetex = AtomicBool::new(false);
         let look_over = Arc::<AtomicU8>::default();
@@ -581,6 +657,7 @@ impl fmt::Display for ConfigError {
                 "the server's address cannot be used: {message}; it has to be like \
                  `redis://user:password@host:6379/0`, `rediss://host` or `unix:///run/redis.sock`"
             ),
+            Self::Sentinel { message } => write!(f, "the sentinels cannot be used: {message}"),
             Self::Namespace { namespace } => write!(
                 f,
                 "`{}` is no namespace; use 1 to 64 letters, digits, `_`, `.` or `-`",
