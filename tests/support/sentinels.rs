@@ -47,7 +47,8 @@ impl Group {
                     && field(sentinel, "flags") == "master"
             })
         });
-        let is_linked = |server: &Server| server.info("master_link_status").as_deref() == Some("up");
+        let is_linked =
+            |server: &Server| server.info("master_link_status").as_deref() == Some("up");
         wait_until("all replicas are linked", || group.servers[1..].iter().all(is_linked));
         // As they would be.
         group.hurry("10000", "2000");
