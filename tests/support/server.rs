@@ -235,6 +235,15 @@ impl Drop for Server {
     }
 }
 
+/// Waits until something is true of servers.
+pub(crate) fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < secs(40), "it does not come true: {what}");
+        thread::sleep(ms(10));
+    }
+}
+
 /// Sends a process a signal, e.g. `STOP`.
 pub(crate) fn signal(process: u32, name: &str) {
     let kill = format!("kill -{name} {process}");
