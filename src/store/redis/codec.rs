@@ -81,6 +81,10 @@ const MOST: u64 = 1 << 53;
 /// Larger costs do not fit into the byte that most have.
 const LARGE_COST: u8 = 255;
 
+/// With more requests than these for each identity, the short way is the longer one: it reads and writes an
+/// identity's string for each of them.
+const CROWD: usize = 6;
+
 /// What marks a request that only asks.
 const PEEKS: u16 = 0x8000;
 
@@ -372,7 +376,8 @@ pub(super) fn push_batch(command: &mut Cmd, asks: &[&Ask], has_msetex: bool) {
     let mut tables = Tables::new(asks);
     let mut requests = (tables.keys.len() as u16).to_le_bytes().to_vec();
     requests.push(has_msetex.into());
-    requests.push(asks.iter().all(|ask| ask.is_short()).into());
+    let is_crowded = asks.len() > CROWD * tables.keys.len();
+    requests.push((!is_crowded && asks.iter().all(|ask| ask.is_short())).into());
     let mut run: Option<Run<'_>> = None;
     for &ask in asks {
         let key = ask.only_identity().map(|identity| tables.key_index(ask, identity));
