@@ -71,11 +71,11 @@ impl Cluster {
     }
 
     /// Which of the nodes has a slot, as another one says.
-    pub(crate) fn owner_of(&self, slot: u16, witness: usize) -> usize {
+    fn owner_of(&self, slot: u16, witness: usize) -> Option<usize> {
         let slots = slots_of(&self.nodes[witness]);
-        let (_, port) =
-            slots.into_iter().find(|((first, last), _)| (first..=last).contains(&&slot)).unwrap();
-        self.nodes.iter().position(|node| node.port() == port).unwrap()
+        let mut slots = slots.into_iter();
+        let (_, port) = slots.find(|((first, last), _)| (*first..=*last).contains(&slot))?;
+        self.nodes.iter().position(|node| node.port() == port)
     }
 
     /// Moves a slot with all its keys to another node, as resharding tools do, a few keys at a time.
@@ -98,6 +98,9 @@ impl Cluster {
         }
         self.tell(to, &["CLUSTER", "SETSLOT", &text, "NODE", &ids[1]]);
         self.tell(from, &["CLUSTER", "SETSLOT", &text, "NODE", &ids[1]]);
+        // Before they know, another move could be undone by news that are old.
+        let knows = |witness| self.owner_of(slot, witness) == Some(to);
+        wait_until("all know who has it", || (0..self.nodes.len()).all(knows));
     }
 
     fn id(&self, node: usize) -> String {

@@ -11,7 +11,7 @@ use std::{
     process::{self, Child, Command, Stdio},
     sync::atomic::{AtomicU32, Ordering::Relaxed},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// Which server. `tests/run.sh` installs them all.
