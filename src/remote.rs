@@ -310,11 +310,10 @@ impl Remote {
         let mut parts = SmallVec::<[Part; 1]>::new();
         let mut part_at = |place: Place| {
             let known = parts.iter().position(|part| part.place == place);
-            let index = known.unwrap_or_else(|| {
+            known.unwrap_or_else(|| {
                 parts.push(Part { place, charges: SmallVec::new(), slots: SmallVec::new() });
                 parts.len() - 1
-            });
-            index
+            })
         };
         let of_charges: SmallVec<[usize; 3]> = bill
             .charges

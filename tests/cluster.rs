@@ -206,7 +206,7 @@ async fn slots_that_move_lose_and_grant_nothing() {
     for number in 0..USERS {
         let admitted = admitted[number].load(SeqCst);
         decided += admitted;
-        assert_eq!(left(&limiter, &user(number), "bucket").await, 1_000_000 - admitted);
+        assert_eq!(left(&limiter, &user(number), "window").await, 1_000_000 - admitted);
     }
     assert!(decided > 500, "only {decided} were decided meanwhile");
     let health = store.health();

@@ -177,7 +177,7 @@ impl Slots {
             next
         };
         // Wakers are not ours, so they are called without a lock.
-        next.map(Waker::wake);
+        next.into_iter().for_each(Waker::wake);
     }
 
     /// A place at the end of the line for a slot, if the policy has a line and that has room.
@@ -387,6 +387,6 @@ impl Drop for Place {
             held.is_over().then(|| shard.remove(&self.slot.id()));
             next
         };
-        next.map(Waker::wake);
+        next.into_iter().for_each(Waker::wake);
     }
 }

@@ -362,7 +362,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let aboard = self.board(request)?;
         let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
         self.write_bill(request, &mut bill, &mut outcomes)?;
-        match self.decide_here(bill.clone(), outcomes.clone(), None) {
+        match self.decide_here(&bill, outcomes.clone(), None) {
             Ok(admitted) => {
                 let Admitted { decision, turn, permit } = admitted.with(aboard);
                 (extras.turn, extras.permit) = (turn, permit);
@@ -389,14 +389,14 @@ impl<R: ?Sized + 'static> Limiter<R> {
     /// Decides a bill by the state of this process. `place` is that of the request in the line for a slot.
     fn decide_here(
         &self,
-        bill: Bill,
+        bill: &Bill,
         mut outcomes: Outcomes,
         place: Option<&Place>,
     ) -> Result<Admitted, Rejection> {
         let shared = &self.shared;
         let mut acquired = Acquired::default();
         let mut acquire = |outcomes: &mut [Outcome]| {
-            acquired = shared.acquire(&bill, outcomes, Mode::Charge, place);
+            acquired = shared.acquire(bill, outcomes, Mode::Charge, place);
             acquired.admitted.then_some(acquired.time_us)
         };
         let turn = match &shared.lines {
@@ -405,7 +405,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
                 None
             }
             Some(lines) => {
-                let places = lines.join(Counted::Here, &bill, &mut outcomes, acquire);
+                let places = lines.join(Counted::Here, bill, &mut outcomes, acquire);
                 (!places.is_empty()).then(|| {
                     let charged = (bill.clone(), outcomes.clone());
                     let refund = self.refund_here(acquired.time_us);
@@ -504,7 +504,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         if self.asks_elsewhere() {
             return self.decide_elsewhere(bill, outcomes, Mode::Charge, true, Some(place)).await;
         }
-        self.decide_here(bill, outcomes, Some(place))
+        self.decide_here(&bill, outcomes, Some(place))
     }
 
     /// Gives back what was charged in this process at `time_us`.

@@ -11,8 +11,9 @@ use std::{
     process::{self, Child, Command, Stdio},
     sync::atomic::{AtomicU32, Ordering::Relaxed},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
+use tokio::time::Instant;
 
 /// Which server. `tests/run.sh` installs them all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

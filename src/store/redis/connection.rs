@@ -52,7 +52,7 @@ pub(super) struct OwnPool {
 impl Source {
     pub(super) fn own(info: &ConnectionInfo, limits: &Limits) -> Result<Self, RedisError> {
         let (patience, size) = (limits.patience, limits.connections);
-        let way = Way::Straight(Client::open(with_settings(info))?);
+        let way = Way::Straight(Box::new(Client::open(with_settings(info))?));
         Ok(Self::pool(way, patience, size))
     }
 
@@ -194,7 +194,7 @@ pub(super) struct Manager {
 /// How a server is found.
 #[derive(Clone)]
 enum Way {
-    Straight(Client),
+    Straight(Box<Client>),
     #[cfg(feature = "sentinel")]
     Sentinels(Arc<Primary>),
 }
