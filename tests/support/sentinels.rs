@@ -28,15 +28,15 @@ impl Group {
     pub(crate) fn around(flavour: Flavour, primary: Server, port: u16, replicas: usize) -> Self {
         primary.command(&["CONFIG", "SET", "repl-diskless-sync-delay", "0"]);
         let mut servers = vec![primary];
-        let of = format!("127.0.0.1 {port}");
-        let arguments = ["--replicaof", &of, "--repl-diskless-sync-delay", "0"];
+        let of = port.to_string();
+        let arguments = ["--replicaof", "127.0.0.1", &of, "--repl-diskless-sync-delay", "0"];
         servers.extend((0..replicas).map(|_| Server::with(flavour, &arguments)));
         let config = format!(
             "sentinel monitor {NAME} 127.0.0.1 {port} 2\n\
              sentinel down-after-milliseconds {NAME} 500\n\
              sentinel failover-timeout {NAME} 3000\n"
         );
-        let sentinels = (0..3).map(|_| Server::sentinel(Flavour::Redis7, &config)).collect();
+        let sentinels = (0..3).map(|_| Server::sentinel_with(Flavour::Redis7, &config)).collect();
         let group = Self { servers, sentinels };
         // They get to know each other and the replicas by asking the primary.
         group.hurry("100", "100");
@@ -47,7 +47,8 @@ impl Group {
                     && field(sentinel, "flags") == "master"
             })
         });
-        let is_linked = |server: &Server| server.info("master_link_status").as_deref() == Some("up");
+        let is_linked =
+            |server: &Server| server.info("master_link_status").as_deref() == Some("up");
         wait_until("all replicas are linked", || group.servers[1..].iter().all(is_linked));
         // As they would be.
         group.hurry("10000", "2000");
@@ -95,7 +96,7 @@ impl Group {
 
 /// A sentinel that says who the primary is and asks nothing of it.
 pub(crate) fn quiet_sentinel_of(server: &Server) -> Server {
-    let sentinel = Server::sentinel(Flavour::Redis7, "");
+    let sentinel = Server::sentinel_with(Flavour::Redis7, "");
     for what in ["INFO-PERIOD", "PING-PERIOD", "PUBLISH-PERIOD"] {
         sentinel.command(&["SENTINEL", "DEBUG", what, "1000000000"]);
     }
@@ -106,6 +107,7 @@ pub(crate) fn quiet_sentinel_of(server: &Server) -> Server {
         let stats = server.command(&["INFO", "commandstats"]);
         ["info", "subscribe"].iter().all(|name| stats.text().contains(&format!("cmdstat_{name}:")))
     });
+    server.command(&["CONFIG", "RESETSTAT"]);
     sentinel
 }
 

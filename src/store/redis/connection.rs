@@ -234,7 +234,7 @@ impl Connection {
         }
         self.unanswered += 1;
         // A future that is dropped here leaves a reply behind, which the connection throws away.
-        let result = send(&mut self.inner, command).await;
+        let result = self.ask(command).await;
         match &result {
             Err(StoreError::Late) => {}
             Err(error) if error.breaks_connection() => {
@@ -246,6 +246,11 @@ impl Connection {
             _ => self.unanswered = 0,
         }
         result
+    }
+
+    /// Sends a command whose answer says nothing of the connection.
+    pub(super) async fn ask(&mut self, command: &Cmd) -> Result<Value, StoreError> {
+        send(&mut self.inner, command).await
     }
 }
 

@@ -23,7 +23,7 @@ pub(super) struct Sentinel {
 const LEAST_PATIENCE: Duration = Duration::from_millis(500);
 
 /// When one has answered, the others are waited for so long at a time.
-const GRACE: Duration = Duration::from_millis(20);
+const GRACE: Duration = Duration::from_millis(100);
 
 impl Sentinel {
     pub(super) fn new(client: Client) -> Self {
@@ -49,7 +49,7 @@ impl Sentinel {
     ) -> Result<Option<Address>, StoreError> {
         let mut command = cmd("SENTINEL");
         command.arg("GET-MASTER-ADDR-BY-NAME").arg(name);
-        let address = match connection.query(&command).await? {
+        let address = match connection.ask(&command).await? {
             Value::Nil => None,
             reply => {
                 let unreadable =
@@ -102,12 +102,10 @@ impl Answers {
 
     fn add(&mut self, answer: Result<Option<Address>, StoreError>) {
         match answer {
-            Ok(Some(address)) => {
-                match self.named.iter_mut().find(|(named, _)| *named == address) {
-                    Some((_, count)) => *count += 1,
-                    None => self.named.push((address, 1)),
-                }
-            }
+            Ok(Some(address)) => match self.named.iter_mut().find(|(named, _)| *named == address) {
+                Some((_, count)) => *count += 1,
+                None => self.named.push((address, 1)),
+            },
             Ok(None) => self.unaware += 1,
             Err(error) => {
                 self.failed += 1;

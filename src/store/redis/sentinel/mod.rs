@@ -161,7 +161,7 @@ impl Primary {
     async fn connect_to(&self, address: &Address) -> Result<Connection, StoreError> {
         let client = Client::open(self.settings_for(address))?;
         let mut connection = Connection::open(&client, self.patience).await?;
-        let role = match connection.query(&cmd("ROLE")).await {
+        let role = match connection.ask(&cmd("ROLE")).await {
             Ok(role) => role,
             // Whoever may not ask finds out by READONLY.
             Err(StoreError::Refused { code, .. }) if code == "NOPERM" => return Ok(connection),
