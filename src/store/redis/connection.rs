@@ -53,7 +53,7 @@ impl Source {
         patience: Duration,
         size: u32,
     ) -> Result<Self, RedisError> {
-        let way = Way::Straight(Client::open(with_settings(info))?);
+        let way = Way::Straight(Arc::new(Client::open(with_settings(info))?));
         Ok(Self::pool(way, patience, size))
     }
 
@@ -133,7 +133,7 @@ impl OwnPool {
             if pool.state().connections == 0 {
                 drop(self.pool.lock().take_if(elsewhere));
             }
-            StoreError::no_connection("no connection in time")
+            self.manager.way.hold_up()
         })
     }
 }
@@ -164,7 +164,7 @@ pub(super) struct Manager {
 /// How a server is found.
 #[derive(Clone)]
 enum Way {
-    Straight(Client),
+    Straight(Arc<Client>),
     #[cfg(feature = "sentinel")]
     Sentinels(Arc<Primary>),
 }
@@ -177,6 +177,17 @@ impl Way {
             #[cfg(feature = "sentinel")]
             Self::Sentinels(primary) => primary.look_again(),
         }
+    }
+
+    /// What it waits for who has waited for a connection in vain, as far as that is known.
+    fn hold_up(&self) -> StoreError {
+        #[cfg(feature = "sentinel")]
+        if let Self::Sentinels(primary) = self
+            && let Some(error) = primary.hold_up()
+        {
+            return error;
+        }
+        StoreError::no_connection("no connection in time")
     }
 
     /// Whether the next connection may be to another server than the last.

@@ -134,6 +134,12 @@ impl Primary {
         }
     }
 
+    /// Whether it is the sentinels that are waited for.
+    pub(super) fn hold_up(&self) -> Option<StoreError> {
+        let is_asking = self.last.try_lock().is_err();
+        is_asking.then(|| self.none("no sentinel has named one yet".to_owned()))
+    }
+
     async fn look(&self) {
         let Ok(address) = self.find().await else { return };
         if self.reign.borrow().address.as_ref() != Some(&address) {
