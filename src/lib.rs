@@ -81,6 +81,7 @@
 //! |---|---|---|
 //! | `axum` | yes | peer addresses and matched routes of axum |
 //! | `redis` | | limits that hold for a fleet: state in Redis or Valkey |
+//! | `sentinel` | | the same, with a primary that Redis Sentinel names |
 //! | `tonic` | | peer addresses of tonic, limits around a single gRPC service, an interceptor |
 //! | `test-util` | | `ManualClock` |
 //!

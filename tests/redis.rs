@@ -1200,7 +1200,8 @@ async fn a_replica_is_warned_of() {
     for flavour in Flavour::ALL {
         let server = Server::start(flavour);
         server.command(&["REPLICAOF", "127.0.0.1", "1"]);
-        let warnings = store(&server).check().await.unwrap();
+        let store = RedisStore::builder(server.url()).deadline(secs(20)).build().unwrap();
+        let warnings = store.check().await.unwrap();
         assert_eq!(warnings, [Warning::Replica], "{flavour:?}");
         assert!(warnings[0].to_string().contains("primary"));
     }

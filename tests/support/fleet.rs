@@ -1,5 +1,7 @@
 //! Instances that share limits in a store on a server.
 
+#[cfg(feature = "sentinel")]
+use super::sentinels;
 use super::{ms, secs, server::Server};
 use std::{collections::HashMap, fmt::Debug};
 use tokio::{
@@ -14,7 +16,16 @@ use tollgate::{
 
 /// A store that has all the time in the world: what it says does not depend on how busy the machine is.
 pub(crate) fn patient(server: &Server) -> RedisStoreBuilder {
-    RedisStore::builder(server.url()).deadline(secs(20))
+    builder(server).deadline(secs(20))
+}
+
+/// The way to a server is another one in some test crates that have the same tests.
+fn builder(server: &Server) -> RedisStoreBuilder {
+    match env!("CARGO_CRATE_NAME") {
+        #[cfg(feature = "sentinel")]
+        "redis_by_sentinel" => RedisStore::sentinel([server.sentinel().url()], sentinels::NAME),
+        _ => RedisStore::builder(server.url()),
+    }
 }
 
 /// A limiter of users by their names.

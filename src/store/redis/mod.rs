@@ -528,11 +528,11 @@ impl RedisStoreBuilder {
     #[must_use]
     pub fn primary(mut self, settings: impl IntoConnectionInfo) -> Self {
         let mut given = match self.source {
-            Given::Sentinels(given) => *given,
-            _ => sentinel::Given::default(),
+            Given::Sentinels(given) => given,
+            _ => Box::default(),
         };
         given.primary = Some(settings.into_connection_info());
-        self.source = Given::Sentinels(Box::new(given));
+        self.source = Given::Sentinels(given);
         self
     }
 

@@ -23,7 +23,7 @@ pub(super) struct Sentinel {
 const LEAST_PATIENCE: Duration = Duration::from_millis(500);
 
 /// When one has answered, the others are waited for so long at a time.
-const GRACE: Duration = Duration::from_millis(20);
+const GRACE: Duration = Duration::from_millis(100);
 
 impl Sentinel {
     pub(super) fn new(client: Client) -> Self {
@@ -49,7 +49,7 @@ impl Sentinel {
     ) -> Result<Option<Address>, StoreError> {
         let mut command = cmd("SENTINEL");
         command.arg("GET-MASTER-ADDR-BY-NAME").arg(name);
-        let address = match connection.query(&command).await? {
+        let address = match connection.ask(&command).await? {
             Value::Nil => None,
             reply => {
                 let unreadable =
