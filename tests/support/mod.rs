@@ -5,6 +5,8 @@
 pub(crate) mod crowd;
 #[cfg(feature = "redis")]
 pub(crate) mod fleet;
+#[cfg(feature = "redis")]
+pub(crate) mod gate;
 pub(crate) mod net;
 pub(crate) mod process;
 pub(crate) mod proxy;
