@@ -88,6 +88,11 @@ impl Slots {
         Self { shards, plans: plans.into(), clock: clock.clone(), adaptive }
     }
 
+    /// The present, if it matters when requests start.
+    pub(crate) fn time_of_start(&self) -> Option<u64> {
+        (!self.adaptive.is_empty()).then(|| self.clock.now_us())
+    }
+
     /// Requests that started at that time have been answered.
     pub(crate) fn answered(&self, taken: &Taken, started_us: u64) {
         for (policy, adaptive) in &self.adaptive {

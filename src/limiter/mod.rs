@@ -185,7 +185,9 @@ impl<R: ?Sized + 'static> Limiter<R> {
         if let Some(turn) = admitted.turn {
             turn.await;
         }
-        Ok((admitted.decision, admitted.permit.unwrap_or_default().until_dropped()))
+        let permit = admitted.permit.unwrap_or_default().until_dropped();
+        permit.goes_on();
+        Ok((admitted.decision, permit))
     }
 
     /// [`acquire`](Self::acquire) without waiting: neither for a turn, which the decision's
