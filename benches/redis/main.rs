@@ -31,6 +31,10 @@ mod support;
 #[path = "../../tests/support/server.rs"]
 mod server;
 
+#[allow(dead_code, reason = "tests do with them what benches do not")]
+#[path = "../../tests/support/sentinels.rs"]
+mod sentinels;
+
 mod ceiling;
 mod contenders;
 mod latency;
