@@ -137,6 +137,29 @@ async fn all_or_nothing_in_several_slots() {
     }
 }
 
+/// One key for everybody need not be one slot, and still is one limit.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_limit_for_everybody_is_spread_over_the_cluster() {
+    let cluster = Cluster::start(Flavour::Redis7, false);
+    let store = store(&cluster);
+    let limiter = users(
+        &store,
+        [
+            Policy::token_bucket("everybody", Quota::per_hour(900)).key(Global).spread(32),
+            Policy::fixed_window("day", Quota::per_hour(100_000)).key(Global).spread(32),
+        ],
+    );
+    let mut admitted = 0;
+    for _ in 0..10 {
+        admitted += crowd(&limiter, "somebody", 100).await;
+    }
+    // 28 in each of 32 parts.
+    assert_eq!(admitted, 896);
+    for (node, keys) in keys(&cluster).iter().enumerate() {
+        assert!(keys.len() > 5, "node {node} has {}", keys.len());
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_that_lost_its_scripts_is_no_matter() {
     let cluster = Cluster::start(Flavour::Redis7, false);

@@ -179,7 +179,7 @@ fn rejection<B>(response: &Response<B>) -> &Rejection {
 // === every way in which a request ends ===
 
 #[tokio::test]
-async fn held_from_the_call_until_the_body_has_ended() {
+async fn promise_7_nothing_leaks_held_from_the_call_until_the_body_has_ended() {
     for gate in Gate::slots(1) {
         let (let_go, wait) = oneshot::channel::<()>();
         let wait = Arc::new(parking_lot::Mutex::new(Some(wait)));
@@ -307,7 +307,7 @@ async fn released_with_the_head_where_the_body_is_empty() {
 }
 
 #[tokio::test]
-async fn released_when_a_call_is_cancelled() {
+async fn promise_7_nothing_leaks_when_a_call_is_cancelled() {
     for gate in Gate::slots(1) {
         let held = Held::default();
         let call = tokio::spawn(gate.layer.layer(held.service()).oneshot(get()));
