@@ -49,7 +49,8 @@ fn three() -> Policy<str> {
 const MANY: u64 = 1_000_000;
 
 fn many() -> Policy<str> {
-    Policy::fixed_window("many", Quota::per_calendar_month(MANY)).on_store_failure(FailureMode::Open)
+    Policy::fixed_window("many", Quota::per_calendar_month(MANY))
+        .on_store_failure(FailureMode::Open)
 }
 
 fn sentinel(urls: impl IntoIterator<Item = String>) -> RedisStoreBuilder {
@@ -354,7 +355,9 @@ async fn a_fail_over_in_good_order_loses_no_request() {
             }
         }
         let (took, decisions_of_old) = moved.expect("the new primary decides");
-        println!("{flavour:?}: moved after {took:?}, the old one a replica after {became_replica:?}");
+        println!(
+            "{flavour:?}: moved after {took:?}, the old one a replica after {became_replica:?}"
+        );
         assert!(took < secs(5), "{took:?}");
         // Never again, before it was a replica or after.
         assert_eq!(decisions(old), decisions_of_old);
@@ -506,9 +509,8 @@ async fn a_primary_that_is_cut_off_and_comes_back() {
     let proxy = Proxy::start(old.port()).await;
     let proxy_port = proxy.port();
     // The proxy needs this thread meanwhile.
-    let group = tokio::task::spawn_blocking(move || {
-        Group::around(Flavour::Redis7, old, proxy_port, 1)
-    });
+    let group =
+        tokio::task::spawn_blocking(move || Group::around(Flavour::Redis7, old, proxy_port, 1));
     let group = group.await.unwrap();
     let old = &group.servers[0];
     let instance = Instance::of(&group);

@@ -261,14 +261,10 @@ impl<R: ?Sized + 'static> Limiter<R> {
     ) -> Result<(), Rejection> {
         bill.slots.clear();
         outcomes.truncate(bill.charges.len());
-        let stood_in = |policy: &'static str| {
-            let origins = decision.origins.iter().flat_map(|origins| origins.iter());
-            let origin = origins.copied().find(|origin| origin.policy == policy);
-            origin.map_or(decision.stood_in, |origin| origin.stood_in)
-        };
         let (mut here, mut elsewhere) = (Portion::default(), Portion::default());
         for (charge, outcome) in bill.charges.iter().zip(outcomes) {
-            let portion = if stood_in(outcome.policy) { &mut here } else { &mut elsewhere };
+            let portion =
+                if decision.stood_in_for(outcome.policy) { &mut here } else { &mut elsewhere };
             portion.bill.charges.push(*charge);
             portion.outcomes.push(outcome);
         }

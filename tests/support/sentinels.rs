@@ -28,8 +28,8 @@ impl Group {
     pub(crate) fn around(flavour: Flavour, primary: Server, port: u16, replicas: usize) -> Self {
         primary.command(&["CONFIG", "SET", "repl-diskless-sync-delay", "0"]);
         let mut servers = vec![primary];
-        let of = format!("127.0.0.1 {port}");
-        let arguments = ["--replicaof", &of, "--repl-diskless-sync-delay", "0"];
+        let of = port.to_string();
+        let arguments = ["--replicaof", "127.0.0.1", &of, "--repl-diskless-sync-delay", "0"];
         servers.extend((0..replicas).map(|_| Server::with(flavour, &arguments)));
         let config = format!(
             "sentinel monitor {NAME} 127.0.0.1 {port} 2\n\
@@ -47,7 +47,8 @@ impl Group {
                     && field(sentinel, "flags") == "master"
             })
         });
-        let is_linked = |server: &Server| server.info("master_link_status").as_deref() == Some("up");
+        let is_linked =
+            |server: &Server| server.info("master_link_status").as_deref() == Some("up");
         wait_until("all replicas are linked", || group.servers[1..].iter().all(is_linked));
         // As they would be.
         group.hurry("10000", "2000");

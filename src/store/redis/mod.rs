@@ -239,7 +239,8 @@ impl RedisStore {
     where
         S: IntoIterator<Item: IntoConnectionInfo>,
     {
-        let sentinels = sentinels.into_iter().map(IntoConnectionInfo::into_connection_info).collect();
+        let sentinels =
+            sentinels.into_iter().map(IntoConnectionInfo::into_connection_info).collect();
         let given = sentinel::Given { name: primary.into(), sentinels, primary: None };
         RedisStoreBuilder::new(Given::Sentinels(given))
     }

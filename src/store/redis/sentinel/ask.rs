@@ -102,12 +102,10 @@ impl Answers {
 
     fn add(&mut self, answer: Result<Option<Address>, StoreError>) {
         match answer {
-            Ok(Some(address)) => {
-                match self.named.iter_mut().find(|(named, _)| *named == address) {
-                    Some((_, count)) => *count += 1,
-                    None => self.named.push((address, 1)),
-                }
-            }
+            Ok(Some(address)) => match self.named.iter_mut().find(|(named, _)| *named == address) {
+                Some((_, count)) => *count += 1,
+                None => self.named.push((address, 1)),
+            },
             Ok(None) => self.unaware += 1,
             Err(error) => {
                 self.failed += 1;
