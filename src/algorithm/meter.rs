@@ -129,7 +129,7 @@ impl Meter {
     /// one of the present quota, so how far ahead it is says nothing about the clock; instead, the
     /// terms that it was counted by are kept, for [`take_over`](Self::take_over).
     pub(crate) fn varying(mut self) -> Self {
-        self.farthest_ticks = (MAX_PRODUCT / self.pace.drops_per_tick) as i64;
+        self.farthest_ticks = MAX_PRODUCT.div_ceil(self.pace.drops_per_tick) as i64;
         self
     }
 

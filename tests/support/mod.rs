@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "every test crate uses a part of it")]
 
+#[cfg(feature = "cluster")]
+pub(crate) mod clusters;
 pub(crate) mod crowd;
 #[cfg(feature = "redis")]
 pub(crate) mod fleet;

@@ -1,10 +1,6 @@
 //! Sentinels, and the servers that they watch over. All of these methods block.
 
-use super::{
-    ms, secs,
-    server::{Flavour, Reply, Server},
-};
-use std::{thread, time::Instant};
+use super::server::{Flavour, Reply, Server, wait_until};
 
 /// The name that all primaries have here.
 pub(crate) const NAME: &str = "mymaster";
@@ -120,13 +116,4 @@ pub(crate) fn field(sentinel: &Server, name: &str) -> String {
 fn named_port(sentinel: &Server) -> u16 {
     let address = sentinel.command(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", NAME]).texts();
     address[1].parse().unwrap()
-}
-
-/// For long, since machines may be busy.
-fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !condition() {
-        assert!(start.elapsed() < secs(40), "it does not come true: {what}");
-        thread::sleep(ms(10));
-    }
 }

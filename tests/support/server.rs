@@ -11,7 +11,7 @@ use std::{
     process::{self, Child, Command, Stdio},
     sync::atomic::{AtomicU32, Ordering::Relaxed},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// Which server. `tests/run.sh` installs them all.
@@ -232,6 +232,15 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.kill();
         let _ = fs::remove_dir_all(&self.dir);
+    }
+}
+
+/// Waits until something is true of servers.
+pub(crate) fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < secs(40), "it does not come true: {what}");
+        thread::sleep(ms(10));
     }
 }
 

@@ -1,7 +1,7 @@
 //! Requests and rules as the scripts read them, and what the scripts tell as it is read here.
 
 use crate::{algorithm::Terms, key::Fingerprint, store::Rule};
-use redis::Cmd;
+use redis::{Cmd, Value};
 use sha2::{Digest, Sha256};
 use smallvec::SmallVec;
 use std::{collections::HashMap, fmt::Write, sync::Arc};
@@ -46,6 +46,13 @@ pub(super) struct SlotSet {
     policy: PolicyId,
 }
 
+impl SlotSet {
+    /// The slot of a cluster that it is in.
+    pub(super) fn place(&self) -> u16 {
+        slot_of(self.fingerprint)
+    }
+}
+
 /// How many slots of a set are held on a lease.
 pub(super) type HeldSlots = (SlotSet, u64);
 
@@ -74,6 +81,10 @@ const MOST: u64 = 1 << 53;
 /// Larger costs do not fit into the byte that most have.
 const LARGE_COST: u8 = 255;
 
+/// With more requests than these for each identity, the short way is the longer one: it reads and writes an
+/// identity's string for each of them.
+const CROWD: usize = 6;
+
 /// What marks a request that only asks.
 const PEEKS: u16 = 0x8000;
 
@@ -86,6 +97,11 @@ const LEASES: u16 = 0x4000;
 impl Ask {
     pub(crate) fn new(prefix: Arc<str>, charges: SmallVec<[AskedCharge; 3]>, peeks: bool) -> Self {
         Self { prefix, charges, peeks, lease: None, ended: Vec::new() }
+    }
+
+    /// The slot of a cluster that all of it is in.
+    pub(super) fn slot(&self) -> u16 {
+        self.charges.first().map_or(0, |charge| slot_of(charge.fingerprint))
     }
 
     /// The slots that it asks for, each with the index of the charge.
@@ -360,7 +376,8 @@ pub(super) fn push_batch(command: &mut Cmd, asks: &[&Ask], has_msetex: bool) {
     let mut tables = Tables::new(asks);
     let mut requests = (tables.keys.len() as u16).to_le_bytes().to_vec();
     requests.push(has_msetex.into());
-    requests.push(asks.iter().all(|ask| ask.is_short()).into());
+    let is_crowded = asks.len() > CROWD * tables.keys.len();
+    requests.push((!is_crowded && asks.iter().all(|ask| ask.is_short())).into());
     let mut run: Option<Run<'_>> = None;
     for &ask in asks {
         let key = ask.only_identity().map(|identity| tables.key_index(ask, identity));
@@ -510,6 +527,31 @@ pub(super) fn read_lost(reply: &[u8]) -> Option<Vec<usize>> {
     rest.is_empty().then(|| indices.iter().map(read).collect())
 }
 
+/// The slot of a cluster that an identity is in, with all that belongs to it.
+pub(super) fn slot_of(fingerprint: Fingerprint) -> u16 {
+    let mut tag = String::with_capacity(22);
+    push_base64(&mut tag, fingerprint);
+    slot_of_tag(tag.as_bytes())
+}
+
+/// The slot of a key whose hash tag is in braces.
+pub(super) fn slot_of_name(key: &str) -> u16 {
+    let tag = key.split_once('{').and_then(|(_, rest)| rest.split_once('}'));
+    slot_of_tag(tag.map_or(key, |(tag, _)| tag).as_bytes())
+}
+
+/// CRC16 (XMODEM), modulo the number of slots, as the Redis Cluster specification says.
+pub(super) fn slot_of_tag(tag: &[u8]) -> u16 {
+    let crc = tag.iter().fold(0_u16, |crc, &byte| {
+        (0..8).fold(crc ^ u16::from(byte) << 8, |crc, _| {
+            if crc & 0x8000 == 0 { crc << 1 } else { crc << 1 ^ 0x1021 }
+        })
+    });
+    crc % SLOTS_OF_CLUSTER
+}
+
+pub(super) const SLOTS_OF_CLUSTER: u16 = 16_384;
+
 /// The braces keep an identity and its rings in one slot of a cluster.
 fn key_name(prefix: &str, fingerprint: Fingerprint) -> String {
     let mut name = String::with_capacity(prefix.len() + 25);
@@ -535,6 +577,14 @@ fn push_base64(text: &mut String, fingerprint: Fingerprint) {
 }
 
 // === The reply ===
+
+/// The same for a whole reply.
+pub(super) fn read_reply(reply: &Value, asks: &[&Ask]) -> Option<Vec<Told>> {
+    match reply {
+        Value::BulkString(reply) => read_told(reply, asks),
+        _ => None,
+    }
+}
 
 /// Reads what `decide.lua` told about a batch. `None` if that is not what it tells.
 pub(super) fn read_told(mut reply: &[u8], asks: &[&Ask]) -> Option<Vec<Told>> {
@@ -584,6 +634,16 @@ mod tests {
         assert_eq!(names[128], "tg:{AAAAAAAAAAAAAAAAAAAAAA}");
         assert_eq!(names[129], "tg:{_____________________w}");
         assert!(names.iter().all(|name| name.len() == 27));
+    }
+
+    #[test]
+    fn slots_are_those_of_the_specification() {
+        // Appendix A: the check value of the polynomial, and keys whose slots are well known.
+        assert_eq!(slot_of_tag(b"123456789"), 0x31C3);
+        assert_eq!(slot_of_name("foo"), 12_182);
+        assert_eq!(slot_of_name("tg:{foo}:0a0b"), 12_182);
+        let fingerprint = Fingerprint::from(77);
+        assert_eq!(slot_of(fingerprint), slot_of_name(&key_name("tg:api", fingerprint)));
     }
 
     #[test]

@@ -4,12 +4,14 @@
 //! be broken when the server closed it, when an error said so, or when two calls in a row had no reply
 //! and the first of them is longer ago than a call may take.
 
-use super::error::StoreError;
 #[cfg(feature = "sentinel")]
 use super::sentinel::Primary;
+use super::{error::StoreError, lane::Limits};
 use crate::clock::Clock;
 use bb8::{ErrorSink, ManageConnection, Pool, RunError};
 use bb8_redis::RedisConnectionManager;
+#[cfg(feature = "cluster")]
+use futures_util::future::join_all;
 use parking_lot::Mutex;
 use redis::{
     AsyncConnectionConfig, Client, Cmd, ConnectionInfo, ErrorKind, ProtocolVersion, PushInfo,
@@ -48,11 +50,8 @@ pub(super) struct OwnPool {
 }
 
 impl Source {
-    pub(super) fn own(
-        info: &ConnectionInfo,
-        patience: Duration,
-        size: u32,
-    ) -> Result<Self, RedisError> {
+    pub(super) fn own(info: &ConnectionInfo, limits: &Limits) -> Result<Self, RedisError> {
+        let (patience, size) = (limits.patience, limits.connections);
         let way = Way::Straight(Client::open(with_settings(info))?);
         Ok(Self::pool(way, patience, size))
     }
@@ -85,6 +84,17 @@ impl Source {
     }
 }
 
+#[cfg(feature = "cluster")]
+impl Source {
+    /// Sends commands, one right after the other on one connection, and waits for all replies.
+    pub(super) async fn query_all(&self, commands: Vec<Cmd>) -> Vec<Result<Value, StoreError>> {
+        let Self::Own(own) = self else {
+            unreachable!("the nodes of a cluster have pools of our own");
+        };
+        own.query_all(&commands).await
+    }
+}
+
 impl OwnPool {
     async fn query(&self, command: &Cmd) -> Result<Value, StoreError> {
         let pool = self.pool();
@@ -103,6 +113,26 @@ impl OwnPool {
                 // Nothing ran, and the next connection leads to another server.
                 Err(error) if error.is_from_replica() && may_retry => may_retry = false,
                 result => return result,
+            }
+        }
+    }
+
+    #[cfg(feature = "cluster")]
+    async fn query_all(&self, commands: &[Cmd]) -> Vec<Result<Value, StoreError>> {
+        let pool = self.pool();
+        loop {
+            let mut connection = match pool.get().await {
+                Ok(connection) => connection,
+                Err(error) => {
+                    let error = match error {
+                        RunError::User(error) => error,
+                        RunError::TimedOut => self.no_connection(&pool),
+                    };
+                    return commands.iter().map(|_| Err(error.clone())).collect();
+                }
+            };
+            if !connection.is_broken() {
+                return connection.query_all(commands).await;
             }
         }
     }
@@ -229,13 +259,36 @@ impl Connection {
     }
 
     pub(super) async fn query(&mut self, command: &Cmd) -> Result<Value, StoreError> {
+        self.begin();
+        // A future that is dropped here leaves a reply behind, which the connection throws away.
+        let result = send(&mut self.inner, command).await;
+        self.note(&result);
+        result
+    }
+
+    /// Sends commands in this order, and waits for all replies.
+    #[cfg(feature = "cluster")]
+    async fn query_all(&mut self, commands: &[Cmd]) -> Vec<Result<Value, StoreError>> {
+        self.begin();
+        let query = |command| {
+            let mut inner = self.inner.clone();
+            async move { send(&mut inner, command).await }
+        };
+        let results = join_all(commands.iter().map(query)).await;
+        results.iter().for_each(|result| self.note(result));
+        results
+    }
+
+    fn begin(&mut self) {
         if self.unanswered == 0 {
             self.unanswered_since_us = Clock::system().now_us();
         }
         self.unanswered += 1;
-        // A future that is dropped here leaves a reply behind, which the connection throws away.
-        let result = send(&mut self.inner, command).await;
-        match &result {
+    }
+
+    /// What a reply says of the connection.
+    fn note(&mut self, result: &Result<Value, StoreError>) {
+        match result {
             Err(StoreError::Late) => {}
             Err(error) if error.breaks_connection() => {
                 self.broken.store(true, Relaxed);
@@ -245,7 +298,6 @@ impl Connection {
             }
             _ => self.unanswered = 0,
         }
-        result
     }
 }
 

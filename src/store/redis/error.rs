@@ -31,6 +31,18 @@ pub enum StoreError {
     },
 }
 
+/// Where to go instead.
+#[cfg(feature = "cluster")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Redirect<'a> {
+    /// The slot is there now.
+    Moved(&'a str),
+    /// The slot is on its way there, and these keys are there already, or new.
+    Ask(&'a str),
+    /// Some of the keys are on their way.
+    TryAgain,
+}
+
 impl StoreError {
     pub(super) fn no_connection(message: &str) -> Self {
         Self::Disconnected { message: message.to_owned() }
@@ -48,6 +60,25 @@ impl StoreError {
     /// Whether the server does not know the script, so that nothing of it ran.
     pub(super) fn is_no_script(&self) -> bool {
         matches!(self, Self::Refused { code, .. } if code == "NOSCRIPT")
+    }
+
+    /// Where a node of a cluster sends the call, which it did not run.
+    #[cfg(feature = "cluster")]
+    pub(super) fn redirect(&self) -> Option<Redirect<'_>> {
+        let Self::Refused { code, message } = self else { return None };
+        // The slot, then the address.
+        let address = || message.split_whitespace().nth(1);
+        match &code[..] {
+            "MOVED" => address().map(Redirect::Moved),
+            "ASK" => address().map(Redirect::Ask),
+            "TRYAGAIN" => Some(Redirect::TryAgain),
+            _ => None,
+        }
+    }
+
+    #[cfg(feature = "cluster")]
+    pub(super) fn redirects(&self) -> bool {
+        self.redirect().is_some()
     }
 
     /// Whether the server does not have a command, or the user may not run it.
@@ -83,7 +114,7 @@ impl StoreError {
             Self::Late | Self::Disconnected { .. } | Self::NoPrimary { .. } => true,
             Self::Refused { code, message } => match &code[..] {
                 "ERR" => OUTAGES.iter().any(|outage| message.contains(outage)),
-                "WRONGTYPE" | "NOSCRIPT" | "CROSSSLOT" => false,
+                "WRONGTYPE" | "NOSCRIPT" | "CROSSSLOT" | "MOVED" | "ASK" | "TRYAGAIN" => false,
                 _ => true,
             },
         }

@@ -13,7 +13,6 @@ use super::{
 };
 use crate::clock::Clock;
 use parking_lot::Mutex;
-use redis::Value;
 use std::{
     collections::VecDeque,
     mem,
@@ -43,6 +42,11 @@ pub(super) struct Limits {
     pub(super) in_flight: usize,
     /// How long a call may take.
     pub(super) patience: Duration,
+    /// The most connections.
+    pub(super) connections: u32,
+    /// Whether a call can be for one slot of a cluster only.
+    #[cfg(feature = "cluster")]
+    pub(super) by_slot: bool,
 }
 
 /// A call has no more charges than this: the script holds so many keys at a time.
@@ -86,7 +90,7 @@ impl Lane {
                     let (lane, runtime) = (self.clone(), Handle::current());
                     let _slot = Slot { lane, runtime, flight };
                     let mut told = self.send(&[&ask]).await?;
-                    return told.pop().ok_or_else(StoreError::unreadable);
+                    return told.pop().unwrap_or_else(|| Err(StoreError::unreadable()));
                 }
                 Err(receiver) => receiver,
             };
@@ -126,17 +130,52 @@ impl Lane {
         runtime.spawn(Drain { lane: self.clone(), flight, is_done: false }.run());
     }
 
-    async fn send(&self, asks: &[&Ask]) -> Result<Vec<Told>, StoreError> {
-        self.calls.fetch_add(1, Relaxed);
+    /// Has requests decided by one call, or one for each of their slots.
+    async fn send(&self, asks: &[&Ask]) -> Result<Vec<Result<Told, StoreError>>, StoreError> {
         self.requests.fetch_add(asks.len() as u64, Relaxed);
+        #[cfg(feature = "cluster")]
+        if self.limits.by_slot && asks.len() > 1 {
+            return Ok(self.send_by_slot(asks).await);
+        }
+        self.calls.fetch_add(1, Relaxed);
         let has_msetex = self.server.has_msetex.load(Relaxed);
         let push_args = |command: &mut _| codec::push_batch(command, asks, has_msetex);
-        match self.server.run(&DECIDE, push_args).await? {
-            Value::BulkString(reply) => {
-                codec::read_told(&reply, asks).ok_or_else(StoreError::unreadable)
+        let reply = self.server.run(&DECIDE, push_args).await?;
+        let told = codec::read_reply(&reply, asks).ok_or_else(StoreError::unreadable)?;
+        Ok(told.into_iter().map(Ok).collect())
+    }
+
+    #[cfg(feature = "cluster")]
+    async fn send_by_slot(&self, asks: &[&Ask]) -> Vec<Result<Told, StoreError>> {
+        let mut groups = Vec::<(u16, Vec<usize>)>::new();
+        for (index, ask) in asks.iter().enumerate() {
+            let slot = ask.slot();
+            match groups.iter_mut().find(|(known, _)| *known == slot) {
+                Some((_, group)) => group.push(index),
+                None => groups.push((slot, vec![index])),
             }
-            _ => Err(StoreError::unreadable()),
         }
+        self.calls.fetch_add(groups.len() as u64, Relaxed);
+        let of_group = |group: &[usize]| group.iter().map(|&index| asks[index]).collect::<Vec<_>>();
+        let push_args = |command: &mut _, group: &(u16, Vec<usize>)| {
+            codec::push_batch(command, &of_group(&group.1), false);
+        };
+        let replies = self.server.run_all(&DECIDE, &groups, push_args).await;
+        let mut told: Vec<_> = asks.iter().map(|_| Err(StoreError::unreadable())).collect();
+        for ((_, group), reply) in groups.iter().zip(replies) {
+            let of_group = reply.and_then(|reply| {
+                codec::read_reply(&reply, &of_group(group)).ok_or_else(StoreError::unreadable)
+            });
+            match of_group {
+                Ok(of_group) => {
+                    for (&index, one) in group.iter().zip(of_group) {
+                        told[index] = Ok(one);
+                    }
+                }
+                Err(error) => group.iter().for_each(|&index| told[index] = Err(error.clone())),
+            }
+        }
+        told
     }
 }
 
@@ -234,7 +273,7 @@ impl Drain {
                 Ok(told) => {
                     for (waiting, told) in batch.0.drain(..).zip(told) {
                         // Whoever does not wait any more has no use for it, nor has anybody else.
-                        let _ = waiting.answer.send(Ok(told));
+                        let _ = waiting.answer.send(told);
                     }
                 }
                 Err(error) => batch.fail(&error),

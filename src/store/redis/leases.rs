@@ -10,10 +10,11 @@ use super::{
     node::Node,
     scripts::LEASES,
 };
+use futures_util::future::join_all;
 use parking_lot::Mutex;
 use redis::Value;
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     fmt,
     hash::{BuildHasher, RandomState},
     mem,
@@ -265,6 +266,17 @@ impl fmt::Debug for Lease {
     }
 }
 
+/// What the server is told at once.
+#[derive(Default)]
+struct Call {
+    /// Of a cluster.
+    slot: u16,
+    lasting: Vec<(LeaseId, HeldSlots)>,
+    /// Where those stand among all that are to last.
+    indices: Vec<usize>,
+    ending: Vec<(LeaseId, HeldSlots)>,
+}
+
 /// The task that keeps the leases, while there are any.
 struct Keeper {
     node: Arc<Node>,
@@ -371,24 +383,57 @@ impl Keeper {
         }
     }
 
+    /// Tells the server. Returns which of those that are to last had run out.
     async fn call(
         &self,
         lasting: &[(LeaseId, HeldSlots)],
         ending: &[(LeaseId, HeldSlots)],
     ) -> Option<Vec<usize>> {
-        let Node { server, guard, prefix, leases, .. } = &*self.node;
+        let mut lost = Vec::new();
+        let calls = self.calls(lasting, ending);
+        let answers = join_all(calls.iter().map(|call| self.call_one(call))).await;
+        for (call, answer) in calls.iter().zip(answers) {
+            lost.extend(answer?.into_iter().filter_map(|index| call.indices.get(index)));
+        }
+        Some(lost)
+    }
+
+    /// What the server can be told at once: everything, or in a cluster what is in one slot.
+    fn calls(
+        &self,
+        lasting: &[(LeaseId, HeldSlots)],
+        ending: &[(LeaseId, HeldSlots)],
+    ) -> Vec<Call> {
+        let by_slot = self.node.is_of_cluster();
+        let place = |(_, (set, _)): &(LeaseId, HeldSlots)| if by_slot { set.place() } else { 0 };
+        let mut calls = BTreeMap::<u16, Call>::new();
+        for (index, lease) in lasting.iter().enumerate() {
+            let call = calls.entry(place(lease)).or_default();
+            call.lasting.push(*lease);
+            call.indices.push(index);
+        }
+        for lease in ending {
+            calls.entry(place(lease)).or_default().ending.push(*lease);
+        }
+        let with_slot = |(slot, call)| Call { slot, ..call };
+        calls.into_iter().map(with_slot).collect()
+    }
+
+    async fn call_one(&self, call: &Call) -> Option<Vec<usize>> {
+        let Node { guard, prefix, leases, .. } = &*self.node;
+        let Call { slot, lasting, ending, .. } = call;
         let push_args = |command: &mut _| {
             codec::push_leases(command, prefix, leases.length_us(), lasting, ending);
         };
-        let call = async {
-            match server.run(&LEASES, push_args).await? {
+        let run = async {
+            match self.node.run_on(|| *slot, &LEASES, push_args).await? {
                 Value::BulkString(reply) => {
                     codec::read_lost(&reply).ok_or_else(StoreError::unreadable)
                 }
                 _ => Err(StoreError::unreadable()),
             }
         };
-        guard.call(call).await
+        guard.call(run).await
     }
 
     /// Whether there is nothing to keep. Then this task is over.

@@ -18,6 +18,8 @@
 
 mod answer;
 mod checks;
+#[cfg(feature = "cluster")]
+mod cluster;
 mod codec;
 mod connection;
 mod error;
@@ -46,23 +48,23 @@ pub(crate) use leases::Lease;
 use crate::{
     clock::Clock,
     key::Fingerprint,
-    resilience::{Guard, Hook, breaker},
+    resilience::{Hook, breaker},
 };
 use bb8::Pool;
 use bb8_redis::RedisConnectionManager;
+#[cfg(feature = "cluster")]
+use cluster::Cluster;
 use connection::Source;
-use lane::{Lane, Limits};
-use leases::Leases;
-use node::Node;
+use lane::Limits;
+use node::{Node, NodeSettings};
 use redis::{ConnectionInfo, IntoConnectionInfo};
-use server::Server;
 use shards::Shards;
 use std::{
     error::Error,
-    fmt, slice,
+    fmt,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed},
+        atomic::{AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -109,6 +111,8 @@ struct Shared {
 enum Nodes {
     One(Arc<Node>),
     Shards(Shards),
+    #[cfg(feature = "cluster")]
+    Cluster(Arc<Cluster>),
 }
 
 /// Where state is, among the nodes of a store.
@@ -136,6 +140,8 @@ enum Given {
     Pool(Pool<RedisConnectionManager>),
     #[cfg(feature = "sentinel")]
     Sentinels(sentinel::Given),
+    #[cfg(feature = "cluster")]
+    Cluster(Vec<Result<ConnectionInfo, redis::RedisError>>),
 }
 
 /// Why a store cannot be.
@@ -156,6 +162,11 @@ pub enum ConfigError {
     Namespace {
         /// The namespace.
         namespace: String,
+    },
+    /// The nodes of a cluster cannot be used.
+    Cluster {
+        /// Why. It does not repeat addresses, which may hold passwords.
+        message: String,
     },
     /// Shards cannot be those of one store.
     Shards {
@@ -245,6 +256,32 @@ impl RedisStore {
         RedisStoreBuilder::new(Given::Sentinels(given))
     }
 
+    /// Starts a store on a Redis Cluster, which is found through any of these nodes. They have the same
+    /// user, password and TLS; URLs are those of [`builder`](Self::builder), without a database.
+    ///
+    /// All that belongs to one key is in one slot, and is decided by one call to the primary that has it.
+    /// Calls for different keys go to one primary together. A request whose policies count by several
+    /// keys is as many calls, at the same time; if one of them rejects it, what it was charged by others
+    /// is [given back](Self::given_back).
+    ///
+    /// When a slot moves, its requests follow within the deadline; nothing is charged twice, because a node
+    /// that sends elsewhere has done nothing. While a slot is on its way, the servers refuse calls with
+    /// several keys, which [sliding logs](crate::Policy::sliding_log) and concurrency limits need: these
+    /// are tried again until the deadline, and answered by their failure modes then.
+    ///
+    /// A primary that is down leaves the keys of its slots to their policies' failure modes, and no others.
+    /// Users need `+cluster|slots` and `+asking` beside the rights above.
+    #[cfg(feature = "cluster")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "cluster")))]
+    #[must_use]
+    pub fn cluster<S>(nodes: S) -> RedisStoreBuilder
+    where
+        S: IntoIterator<Item: IntoConnectionInfo>,
+    {
+        let nodes = nodes.into_iter().map(IntoConnectionInfo::into_connection_info).collect();
+        RedisStoreBuilder::new(Given::Cluster(nodes))
+    }
+
     /// Starts a store on several independent servers, or groups of them, each with a name of its own: what
     /// belongs to one key is on one of them, by rendezvous hashing of the key and the names.
     ///
@@ -288,9 +325,14 @@ impl RedisStore {
             }
         }
         let (instances, lease) = (*instances, *lease);
-        let nodes = shards
-            .iter()
-            .flat_map(|(name, store)| store.nodes().map(move |node| (name.as_str(), node.clone())));
+        let mut nodes = Vec::new();
+        for (name, store) in shards {
+            let Nodes::One(node) = &store.shared.nodes else {
+                let message = format!("`{name}` is not one server, or one group with sentinels");
+                return Err(ConfigError::Shards { message });
+            };
+            nodes.push((name, node.clone()));
+        }
         let nodes = Nodes::Shards(Shards::new(nodes)?);
         Ok(Self {
             shared: Arc::new(Shared {
@@ -307,30 +349,27 @@ impl RedisStore {
     /// How the store is doing; of several servers, all of them together: up if all are.
     #[must_use]
     pub fn health(&self) -> Health {
-        let healths = self.nodes().map(|node| node.health());
+        let healths = self.nodes().into_iter().map(|(_, node)| node.guard.health());
         healths.reduce(Health::and).unwrap_or_default()
     }
 
-    /// How each server is doing, by the names that they were given as shards.
+    /// How each server is doing: shards by their names, the nodes of a cluster by their addresses.
     #[must_use]
-    pub fn shard_health(&self) -> Vec<(String, Health)> {
-        match &self.shared.nodes {
-            Nodes::One(node) => vec![(String::new(), node.health())],
-            Nodes::Shards(shards) => shards.health(),
-        }
+    pub fn server_health(&self) -> Vec<(String, Health)> {
+        self.nodes().into_iter().map(|(name, node)| (name, node.guard.health())).collect()
     }
 
     /// How many script calls decided how many requests so far.
     #[must_use]
     pub fn calls(&self) -> (u64, u64) {
-        let calls = self.nodes().map(|node| node.calls());
+        let calls = self.nodes().into_iter().map(|(_, node)| node.calls());
         calls.fold((0, 0), |sum, (calls, requests)| (sum.0 + calls, sum.1 + requests))
     }
 
     /// How the leases of this instance are doing.
     #[must_use]
     pub fn leases(&self) -> LeaseHealth {
-        let leases = self.nodes().map(|node| node.lease_health());
+        let leases = self.nodes().into_iter().map(|(_, node)| node.leases.health());
         leases.reduce(LeaseHealth::and).unwrap_or_default()
     }
 
@@ -343,7 +382,7 @@ impl RedisStore {
     /// [`StoreError`] if the server, or one of several, does not answer.
     pub async fn check(&self) -> Result<Vec<Warning>, StoreError> {
         let mut warnings = Vec::new();
-        for node in self.nodes() {
+        for (_, node) in self.nodes() {
             warnings.extend(node.check().await?);
         }
         Ok(warnings)
@@ -385,13 +424,20 @@ impl RedisStore {
         match &self.shared.nodes {
             Nodes::One(_) => Place(0),
             Nodes::Shards(shards) => Place(shards.index_of(fingerprint)),
+            #[cfg(feature = "cluster")]
+            Nodes::Cluster(_) => Place(codec::slot_of(fingerprint).into()),
         }
     }
 
     /// Has a request decided whose identities are all in one place. `None` means that the failure modes
     /// have to answer.
     pub(crate) async fn decide(&self, place: Place, ask: Ask) -> Option<(Told, Option<Lease>)> {
-        self.node(place).decide(ask).await
+        let decided = self.node(place).await?.decide(ask).await;
+        #[cfg(feature = "cluster")]
+        if let (None, Nodes::Cluster(cluster)) = (&decided, &self.shared.nodes) {
+            cluster.look_again();
+        }
+        decided
     }
 
     /// Gives back what a request was charged in one place at `spent_us`, with what each algorithm has to
@@ -403,25 +449,31 @@ impl RedisStore {
         spent_us: u64,
         memories: &[u64],
     ) -> Option<()> {
-        self.node(place).refund(ask, spent_us, memories).await
+        self.node(place).await?.refund(ask, spent_us, memories).await
     }
 
     /// Forgets all that is known of those whom an ask is for, who are in one place.
     pub(crate) async fn reset(&self, place: Place, ask: &Ask) -> Option<()> {
-        self.node(place).reset(ask).await
+        self.node(place).await?.reset(ask).await
     }
 
-    fn node(&self, Place(place): Place) -> &Arc<Node> {
+    /// The node that has a place. `None` if nobody knows.
+    async fn node(&self, Place(place): Place) -> Option<Arc<Node>> {
         match &self.shared.nodes {
-            Nodes::One(node) => node,
-            Nodes::Shards(shards) => shards.node(place),
+            Nodes::One(node) => Some(node.clone()),
+            Nodes::Shards(shards) => Some(shards.node(place).clone()),
+            #[cfg(feature = "cluster")]
+            Nodes::Cluster(cluster) => cluster.owner(place as u16).await,
         }
     }
 
-    fn nodes(&self) -> impl Iterator<Item = &Arc<Node>> {
+    /// All nodes that are known, by the names that they have.
+    fn nodes(&self) -> Vec<(String, Arc<Node>)> {
         match &self.shared.nodes {
-            Nodes::One(node) => slice::from_ref(node).iter(),
-            Nodes::Shards(shards) => shards.nodes().iter(),
+            Nodes::One(node) => vec![(String::new(), node.clone())],
+            Nodes::Shards(shards) => shards.nodes(),
+            #[cfg(feature = "cluster")]
+            Nodes::Cluster(cluster) => cluster.nodes(),
         }
     }
 }
@@ -440,6 +492,8 @@ impl fmt::Debug for Nodes {
         match self {
             Self::One(node) => node.fmt(f),
             Self::Shards(shards) => shards.fmt(f),
+            #[cfg(feature = "cluster")]
+            Self::Cluster(cluster) => cluster.fmt(f),
         }
     }
 }
@@ -594,36 +648,39 @@ impl RedisStoreBuilder {
         check((least..=most).contains(&self.deadline), "deadline", "1 ms to 60 s")?;
         let (shortest, longest) = (Duration::from_millis(100), Duration::from_secs(3_600));
         check((shortest..=longest).contains(&self.lease), "lease", "100 ms to 1 h")?;
-        // Two more than calls: for refunds and checks, and for leases.
-        let connections = self.in_flight as u32 + 2;
-        let source = match self.source {
-            Given::Pool(pool) => Source::Given(pool),
-            Given::Info(info) => (*info)
-                .and_then(|info| Source::own(&info, self.deadline, connections))
-                .map_err(|error| ConfigError::Address { message: error.to_string() })?,
+        let prefix: Arc<str> = prefix.into();
+        let limits = Limits {
+            batch: self.batch,
+            in_flight: self.in_flight,
+            patience: self.deadline,
+            // Two more than calls: for refunds and checks, and for leases.
+            connections: self.in_flight as u32 + 2,
+            #[cfg(feature = "cluster")]
+            by_slot: false,
+        };
+        let settings = NodeSettings {
+            limits,
+            breaker: self.breaker,
+            lease: self.lease,
+            prefix: prefix.clone(),
+            clock: self.clock,
+            hook: self.hook.map(Arc::new),
+        };
+        let one = |source| Nodes::One(Arc::new(settings.node(source)));
+        let nodes = match self.source {
+            Given::Pool(pool) => one(Source::Given(pool)),
+            Given::Info(info) => one((*info)
+                .and_then(|info| Source::own(&info, &limits))
+                .map_err(|error| ConfigError::Address { message: error.to_string() })?),
             #[cfg(feature = "sentinel")]
             Given::Sentinels(given) => {
-                Source::primary(given.check(self.deadline)?, self.deadline, connections)
+                one(Source::primary(given.check(self.deadline)?, self.deadline, limits.connections))
             }
-        };
-        let has_msetex = AtomicBool::new(false);
-        let look_over = Arc::<AtomicU8>::default();
-        let server = Arc::new(Server { source, clock: self.clock, has_msetex });
-        let limits =
-            Limits { batch: self.batch, in_flight: self.in_flight, patience: self.deadline };
-        let hook = node::hook(look_over.clone(), self.hook);
-        let prefix: Arc<str> = prefix.into();
-        let node = Node {
-            lane: Arc::new(Lane::new(server.clone(), limits)),
-            server,
-            guard: Guard::new(&self.breaker, self.deadline, Some(hook)),
-            leases: Leases::new(self.lease),
-            prefix: prefix.clone(),
-            deadline: self.deadline,
-            look_over,
+            #[cfg(feature = "cluster")]
+            Given::Cluster(seeds) => Nodes::Cluster(Cluster::new(seeds, settings)?),
         };
         let shared = Shared {
-            nodes: Nodes::One(Arc::new(node)),
+            nodes,
             prefix,
             key: self.key.into(),
             instances: self.instances,
@@ -664,6 +721,7 @@ impl fmt::Display for ConfigError {
                 "`{}` is no namespace; use 1 to 64 letters, digits, `_`, `.` or `-`",
                 namespace.escape_debug()
             ),
+            Self::Cluster { message } => write!(f, "the cluster's nodes cannot be used: {message}"),
             Self::Shards { message } => write!(
                 f,
                 "these cannot be the shards of a store: {message}; give it one or more, each with a \

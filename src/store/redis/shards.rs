@@ -1,7 +1,7 @@
 //! Several independent primaries, each with its part of the keys.
 
 use super::{ConfigError, node::Node};
-use crate::{key::Fingerprint, resilience::Health};
+use crate::key::Fingerprint;
 use std::{fmt, sync::Arc};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
@@ -18,14 +18,12 @@ struct Name {
 }
 
 impl Shards {
-    pub(super) fn new<'a>(
-        shards: impl Iterator<Item = (&'a str, Arc<Node>)>,
-    ) -> Result<Self, ConfigError> {
+    pub(super) fn new(shards: Vec<(String, Arc<Node>)>) -> Result<Self, ConfigError> {
         let (mut names, mut nodes) = (Vec::<Name>::new(), Vec::new());
         for (text, node) in shards {
-            let name = Name { text: text.to_owned(), hash: xxh3_64(text.as_bytes()) };
+            let name = Name { hash: xxh3_64(text.as_bytes()), text };
             if names.iter().any(|other| other.hash == name.hash) {
-                let message = format!("two of them are named `{}`", text.escape_debug());
+                let message = format!("two of them are named `{}`", name.text.escape_debug());
                 return Err(ConfigError::Shards { message });
             }
             names.push(name);
@@ -48,13 +46,9 @@ impl Shards {
         &self.nodes[index]
     }
 
-    pub(super) fn nodes(&self) -> &[Arc<Node>] {
-        &self.nodes
-    }
-
-    pub(super) fn health(&self) -> Vec<(String, Health)> {
+    pub(super) fn nodes(&self) -> Vec<(String, Arc<Node>)> {
         let named = self.names.iter().zip(&self.nodes);
-        named.map(|(name, node)| (name.text.clone(), node.health())).collect()
+        named.map(|(name, node)| (name.text.clone(), node.clone())).collect()
     }
 }
 
