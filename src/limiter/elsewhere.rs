@@ -72,12 +72,13 @@ impl<R: ?Sized + 'static> Limiter<R> {
             return self.conclude(outcomes, acquired, None);
         }
         let (portion, here) = portions(bill, outcomes);
-        let answer = remote.acquire(portion, mode).await;
+        let until = remote.until();
+        let answer = remote.acquire(portion, mode, until).await;
         let decided = self.conclude_parts(remote, answer, held, here, mode, waits, place).await;
         match decided {
             Ok(admitted) => Ok(admitted),
             Err((rejection, granted)) => {
-                remote.give_back(granted).await;
+                remote.give_back(granted, until).await;
                 Err(rejection)
             }
         }
