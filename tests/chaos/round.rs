@@ -9,10 +9,10 @@ use crate::{
     support::{
         ms,
         process::Process,
-        proxy, secs,
+        proxy,
         server::{Flavour, Reply},
     },
-    topology::{Kind, Servers, Topology},
+    topology::{Kind, Topology},
 };
 use std::{
     collections::HashMap,
@@ -199,8 +199,9 @@ impl Stage<'_> {
                     assert_eq!(process.ask(&order), "done");
                 }
             }
-            Fault::FailOver => self.fail_over(),
-            Fault::KillPrimary => self.kill_primary(),
+            Fault::FailOver => self.topology.fail_over(),
+            Fault::KillPrimary { server } => self.topology.kill_primary(server),
+            Fault::MoveSlot { server } => self.topology.move_slot(server),
         }
     }
 
@@ -221,7 +222,8 @@ impl Stage<'_> {
             | Fault::FlushData { .. }
             | Fault::Reshard { .. }
             | Fault::FailOver
-            | Fault::KillPrimary => {}
+            | Fault::KillPrimary { .. }
+            | Fault::MoveSlot { .. } => {}
         }
     }
 
@@ -239,33 +241,6 @@ impl Stage<'_> {
     fn tell(&mut self, server: u64, command: &[&str]) {
         let reply = self.topology.server(server).command(command);
         assert_eq!(reply, Reply::Status("OK".to_owned()), "{command:?}");
-    }
-
-    fn fail_over(&self) {
-        let Servers::Sentinels(group) = &self.topology.servers else {
-            unreachable!("only sentinels fail over")
-        };
-        let port = group.named_port();
-        group.fail_over();
-        group.successor_of(port);
-        // Until it knows that it is one, it decides as well.
-        until("the old primary is a replica", || {
-            group.server(port).info("role").as_deref() == Some("slave")
-        });
-    }
-
-    fn kill_primary(&mut self) {
-        let Servers::Sentinels(group) = &mut self.topology.servers else {
-            unreachable!("only sentinels fail over")
-        };
-        let port = group.named_port();
-        let old = group.servers.iter().position(|server| server.port() == port).unwrap();
-        group.servers[old].kill();
-        group.successor_of(port);
-        group.servers[old].restart();
-        until("the old primary is a replica", || {
-            group.server(port).info("role").as_deref() == Some("slave")
-        });
     }
 
     fn process(&mut self, instance: u64) -> &mut Option<Process> {
@@ -304,22 +279,18 @@ impl Stage<'_> {
 
 /// Whether what servers knew is lost, or a part of it.
 fn loses(fault: Fault) -> bool {
-    matches!(
-        fault,
-        Fault::Kill { .. } | Fault::FlushData { .. } | Fault::FailOver | Fault::KillPrimary
-    )
+    match fault {
+        Fault::Kill { .. }
+        | Fault::FlushData { .. }
+        // Replicas may not have heard of the last writes.
+        | Fault::FailOver
+        | Fault::KillPrimary { .. } => true,
+        _ => false,
+    }
 }
 
 fn log_name(instance: u64, life: u64) -> String {
     format!("{instance}-{life}.log")
-}
-
-fn until(what: &str, mut condition: impl FnMut() -> bool) {
-    let end = Instant::now() + secs(40);
-    while !condition() {
-        assert!(Instant::now() < end, "it does not come true: {what}");
-        thread::sleep(ms(10));
-    }
 }
 
 /// Makes evidence of what instances wrote down.

@@ -10,7 +10,7 @@ use std::time::Duration;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Step {
     pub(crate) at: Duration,
-    /// For those that do not end by themselves.
+    /// How long it lasts, if it does not end by itself.
     pub(crate) lasts: Duration,
     pub(crate) fault: Fault,
 }
@@ -55,8 +55,14 @@ pub(crate) enum Fault {
     },
     /// A replica takes over, in good order.
     FailOver,
-    /// The primary is killed, and a replica takes over.
-    KillPrimary,
+    /// A primary is killed, and a replica takes over.
+    KillPrimary {
+        server: u64,
+    },
+    /// A slot of a cluster moves to another node, with all that is in it.
+    MoveSlot {
+        server: u64,
+    },
 }
 
 impl Fault {
@@ -75,85 +81,178 @@ impl Fault {
 const FIRST: Duration = ms(600);
 const LAST: Duration = ms(1_500);
 
-/// Faults one after the other or two at a time, but no two at the same server or instance, in a round of that
+/// Between two faults of the same server or instance.
+const BREATH: Duration = ms(100);
+
+/// Faults one after the other or some at a time, but no two of the same server or instance, in a round of that
 /// length.
 pub(crate) fn schedule(dice: &mut Dice, kind: Kind, instances: u64, length: Duration) -> Vec<Step> {
-    let mut steps = Vec::new();
+    let mut choice = Choice {
+        kind,
+        instances,
+        in_use: kind.servers(),
+        covered: vec![true; kind.servers() as usize],
+        moves: dice.once_in(2),
+    };
     let mut servers_busy = vec![FIRST; kind.servers() as usize];
     let mut instances_busy = vec![FIRST; instances as usize];
-    let mut in_use = kind.servers();
-    let mut at = FIRST;
+    let (mut steps, mut at) = (Vec::new(), FIRST);
     loop {
-        at += dice.ms_within(50..900);
-        let (server, instance) = (dice.within(0..kind.servers()), dice.within(0..instances));
-        let lasts = match dice.within(0..5) {
-            0 => dice.ms_within(900..2_500),
-            _ => dice.ms_within(100..700),
+        at += dice.ms_within(50..700);
+        let fault = choice.any_fault(dice);
+        let lasts = choice.any_length(dice, fault);
+        let busy: Vec<&mut Duration> = match fault.touches() {
+            Touches::Server(server) => vec![&mut servers_busy[server as usize]],
+            Touches::AllServers => servers_busy.iter_mut().collect(),
+            Touches::Instance(instance) => vec![&mut instances_busy[instance as usize]],
+            Touches::AllInstances => instances_busy.iter_mut().collect(),
         };
+        at = busy.iter().map(|until| **until).fold(at, Duration::max);
         if at + lasts + LAST > length {
             return steps;
         }
-        let fault = any_fault(dice, kind, server, instance, &mut in_use);
-        let busy: Vec<&mut Duration> = match fault {
-            Fault::Reshard { .. } => instances_busy.iter_mut().collect(),
-            Fault::Network { .. } | Fault::KillInstance { .. } | Fault::PauseInstance { .. } => {
-                vec![&mut instances_busy[instance as usize]]
+        busy.into_iter().for_each(|until| *until = at + lasts + BREATH);
+        match fault {
+            Fault::Reshard { servers } => choice.in_use = servers,
+            Fault::KillPrimary { server } if kind == Kind::Cluster => {
+                choice.covered[server as usize] = false;
             }
-            _ => vec![&mut servers_busy[server as usize]],
-        };
-        // Sentinels take their time.
-        let lasts = match fault {
-            Fault::FailOver | Fault::KillPrimary => secs(4),
-            _ => lasts,
-        };
-        let free_at = busy.iter().map(|until| **until).max().unwrap_or_default();
-        at = at.max(free_at);
-        busy.into_iter().for_each(|until| *until = at + lasts + ms(100));
-        if at + lasts + LAST <= length {
-            steps.push(Step { at, lasts, fault });
+            _ => {}
+        }
+        steps.push(Step { at, lasts, fault });
+    }
+}
+
+/// Whom nothing else happens to meanwhile.
+enum Touches {
+    Server(u64),
+    AllServers,
+    Instance(u64),
+    AllInstances,
+}
+
+impl Fault {
+    fn touches(self) -> Touches {
+        match self {
+            Self::Kill { server }
+            | Self::Restart { server }
+            | Self::Pause { server }
+            | Self::FlushScripts { server }
+            | Self::FlushData { server }
+            | Self::FillMemory { server } => Touches::Server(server),
+            Self::FailOver | Self::KillPrimary { .. } | Self::MoveSlot { .. } => {
+                Touches::AllServers
+            }
+            Self::Network { instance, .. }
+            | Self::KillInstance { instance }
+            | Self::PauseInstance { instance } => Touches::Instance(instance),
+            Self::Reshard { .. } => Touches::AllInstances,
         }
     }
 }
 
-fn any_fault(dice: &mut Dice, kind: Kind, server: u64, instance: u64, in_use: &mut u64) -> Fault {
-    let of_server = [
-        Fault::Kill { server },
-        Fault::Restart { server },
-        Fault::Pause { server },
-        Fault::Pause { server },
-        Fault::FlushScripts { server },
-        Fault::FlushData { server },
-        Fault::FillMemory { server },
-    ];
-    let of_instance = [Fault::KillInstance { instance }, Fault::PauseInstance { instance }];
-    let own = dice.within(0..10);
-    match kind {
-        Kind::Standalone if own < 4 => any_network(dice, kind, server, instance),
-        Kind::Shards if own < 3 => any_network(dice, kind, server, instance),
-        Kind::Shards if own < 5 => {
-            *in_use = if *in_use == 3 { 2 } else { 3 };
-            Fault::Reshard { servers: *in_use }
-        }
-        Kind::Sentinel if own < 3 => Fault::FailOver,
-        Kind::Sentinel if own < 5 => Fault::KillPrimary,
-        _ if own < 8 => {
-            // For sentinels, a primary that says nothing for a while is gone; that is a fault of its own.
-            let of_server = if kind == Kind::Sentinel { &of_server[4..] } else { &of_server };
-            dice.one_of(of_server)
-        }
-        _ => dice.one_of(&of_instance),
-    }
+/// What there is to choose from.
+struct Choice {
+    kind: Kind,
+    instances: u64,
+    /// How many of the shards keys are spread over.
+    in_use: u64,
+    /// Which primaries of a cluster still have a replica.
+    covered: Vec<bool>,
+    /// Slots of a cluster move in some rounds, and primaries die in others: nobody moves what all have to
+    /// know of while one is dead.
+    moves: bool,
 }
 
-fn any_network(dice: &mut Dice, kind: Kind, server: u64, instance: u64) -> Fault {
-    let server = (kind == Kind::Shards && !dice.once_in(3)).then_some(server);
-    let delay = proxy::Fault::Delay(dice.ms_within(5..120));
-    let faults = [
-        proxy::Fault::Stall,
-        proxy::Fault::Cut,
-        proxy::Fault::HalfOpen,
-        proxy::Fault::CutReplies,
-        delay,
-    ];
-    Fault::Network { instance, server, fault: dice.one_of(&faults) }
+impl Choice {
+    fn any_fault(&self, dice: &mut Dice) -> Fault {
+        let server = dice.within(0..self.kind.servers());
+        let instance = dice.within(0..self.instances);
+        if dice.once_in(5) {
+            return dice
+                .one_of(&[Fault::KillInstance { instance }, Fault::PauseInstance { instance }]);
+        }
+
+        let flush_scripts = Fault::FlushScripts { server };
+        let flush_data = Fault::FlushData { server };
+        let fill_memory = Fault::FillMemory { server };
+        let pause = Fault::Pause { server };
+        let (kill, restart) = (Fault::Kill { server }, Fault::Restart { server });
+        let network = self.any_network(dice, server, instance);
+        match self.kind {
+            Kind::Standalone => dice.one_of(&[
+                kill,
+                restart,
+                pause,
+                pause,
+                flush_scripts,
+                flush_data,
+                fill_memory,
+                network,
+                network,
+                network,
+                network,
+            ]),
+            Kind::Shards => {
+                let servers = if self.in_use == 3 { 2 } else { 3 };
+                let reshard = Fault::Reshard { servers };
+                dice.one_of(&[
+                    kill,
+                    restart,
+                    pause,
+                    pause,
+                    flush_scripts,
+                    flush_data,
+                    fill_memory,
+                    network,
+                    network,
+                    network,
+                    reshard,
+                    reshard,
+                ])
+            }
+            // A primary that says nothing for a while is gone, which is a fault of its own.
+            Kind::Sentinel => dice.one_of(&[
+                Fault::FailOver,
+                Fault::KillPrimary { server },
+                flush_scripts,
+                flush_data,
+                fill_memory,
+            ]),
+            Kind::Cluster => {
+                let own = match self.moves {
+                    true => Fault::MoveSlot { server },
+                    false if self.covered[server as usize] => Fault::KillPrimary { server },
+                    false => pause,
+                };
+                dice.one_of(&[own, own, pause, pause, flush_scripts, flush_data, fill_memory])
+            }
+        }
+    }
+
+    fn any_network(&self, dice: &mut Dice, server: u64, instance: u64) -> Fault {
+        let server = (self.kind == Kind::Shards && !dice.once_in(3)).then_some(server);
+        let delay = proxy::Fault::Delay(dice.ms_within(5..120));
+        let faults = [
+            proxy::Fault::Stall,
+            proxy::Fault::Cut,
+            proxy::Fault::HalfOpen,
+            proxy::Fault::CutReplies,
+            delay,
+        ];
+        Fault::Network { instance, server, fault: dice.one_of(&faults) }
+    }
+
+    fn any_length(&self, dice: &mut Dice, fault: Fault) -> Duration {
+        let short = dice.ms_within(100..700);
+        let long = dice.ms_within(900..2_500);
+        match fault {
+            // For as long as those take who have to agree on another one.
+            Fault::FailOver | Fault::KillPrimary { .. } => secs(4),
+            // Those who say nothing for longer lose their slots to their replicas.
+            Fault::Pause { .. } if self.kind == Kind::Cluster => short,
+            _ if dice.once_in(5) => long,
+            _ => short,
+        }
+    }
 }
