@@ -174,6 +174,33 @@ impl Decision {
     pub const fn time(&self) -> Duration {
         Duration::from_micros(self.time_us)
     }
+
+    /// When this was decided for one of the policies. It is [`time`](Self::time), unless policies are
+    /// counted in several places, each of which has a clock of its own.
+    #[cfg(feature = "redis")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+    #[must_use]
+    pub fn time_of(&self, policy: &str) -> Duration {
+        let time_us = self.origin_of(policy).map_or(self.time_us, |origin| origin.time_us);
+        Duration::from_micros(time_us)
+    }
+
+    /// Whether this process answered for one of the policies, because the store that counts for it was out
+    /// of reach: against this instance's share, see [`FailureMode`](crate::FailureMode).
+    #[cfg(feature = "redis")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+    #[must_use]
+    pub fn stood_in_for(&self, policy: &str) -> bool {
+        self.origin_of(policy).map_or(self.stood_in, |origin| origin.stood_in)
+    }
+
+    #[cfg(feature = "redis")]
+    fn origin_of(&self, policy: &str) -> Option<&Origin> {
+        self.origins
+            .iter()
+            .flat_map(|origins| origins.iter())
+            .find(|origin| origin.policy == policy)
+    }
 }
 
 impl Rejection {

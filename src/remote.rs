@@ -16,7 +16,11 @@ use crate::{
 use futures_util::future::join_all;
 use smallvec::{SmallVec, smallvec};
 use std::{collections::HashMap, sync::Arc};
-use tokio::{runtime::Handle, sync::Semaphore};
+use tokio::{
+    runtime::Handle,
+    sync::Semaphore,
+    time::{Instant, timeout_at},
+};
 
 pub(crate) struct Remote {
     store: RedisStore,
@@ -128,9 +132,9 @@ impl Remote {
 
     /// Has a portion decided, wherever its parts are, at the same time. Where one of several parts is
     /// rejected, what was charged for the others is to be given back.
-    pub(crate) async fn acquire(&self, mut portion: Portion, mode: Mode) -> Answer {
+    pub(crate) async fn acquire(&self, mut portion: Portion, mode: Mode, until: Instant) -> Answer {
         let parts = self.parts(&portion.bill);
-        let told = self.decide(&parts, &portion, mode).await;
+        let told = self.decide(&parts, &portion, mode, until).await;
         let answers = parts.iter().zip(told);
         let mut answer = Answer {
             admitted: true,
@@ -200,6 +204,7 @@ impl Remote {
         parts: &[Part],
         portion: &Portion,
         mode: Mode,
+        until: Instant,
     ) -> SmallVec<[Option<(Told, Option<Lease>)>; 1]> {
         let decide = |part: &Part| {
             let mut ask = self.ask(&portion.bill, &portion.outcomes, &part.charges, mode);
@@ -209,7 +214,7 @@ impl Remote {
                 let rule = CodedRule::of_slots(id, slot.limit, self.store.lease_us());
                 AskedCharge { fingerprint: slot.fingerprint, rule, cost: slot.cost }
             }));
-            self.store.decide(part.place, ask)
+            self.store.decide(part.place, ask, until)
         };
         match parts {
             [part] => smallvec![decide(part).await],
@@ -254,9 +259,14 @@ impl Remote {
         charges.iter().map(of).collect()
     }
 
+    /// When a request that is asked now has to be answered.
+    pub(crate) fn until(&self) -> Instant {
+        self.store.until()
+    }
+
     /// Gives back what was granted to a request that was not admitted after all. That is done even if
-    /// nobody waits for it.
-    pub(crate) async fn give_back(&self, granted: Vec<Grant>) {
+    /// nobody waits for it, and nobody waits longer than until then.
+    pub(crate) async fn give_back(&self, granted: Vec<Grant>, until: Instant) {
         if granted.is_empty() {
             return;
         }
@@ -268,7 +278,7 @@ impl Remote {
             }
         };
         // It fails only if the runtime is shut down.
-        let _ = Handle::current().spawn(give_back).await;
+        let _ = timeout_at(until, Handle::current().spawn(give_back)).await;
     }
 
     /// Gives back what a bill was charged, each policy at the time that `spent_us` tells.

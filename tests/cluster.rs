@@ -19,7 +19,10 @@ use support::{
     stacks::{ALGORITHMS, Algorithm},
     with,
 };
-use tokio::task::{JoinSet, spawn_blocking};
+use tokio::{
+    task::{JoinSet, spawn_blocking},
+    time::{Instant, sleep},
+};
 use tollgate::{
     FailureMode, Limiter, Policy, Quota, Reason,
     key::{Global, Key},
@@ -281,6 +284,33 @@ async fn a_cluster_that_is_gone_keeps_nobody_waiting() {
     assert_eq!(decision.outcomes()[0].limit(), 5, "its share");
     assert_eq!(ask(&limiter, "user", 5).await, [true, true, true, true, false]);
     assert!(store.check().await.is_err());
+}
+
+/// Not even those who have to find out first who has which slot.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cluster_that_says_nothing_keeps_nobody_waiting() {
+    let cluster = Cluster::start(Flavour::Redis7, false);
+    let store = RedisStore::cluster(cluster.urls()).deadline(ms(800)).build().unwrap();
+    let limiter = users(&store, [Policy::token_bucket("p", Quota::per_hour(10))]);
+    cluster.nodes.iter().for_each(Server::pause);
+    let mut crowd = JoinSet::new();
+    for number in 0..30 {
+        let limiter = limiter.clone();
+        crowd.spawn(async move {
+            sleep(ms(number * 20)).await;
+            let start = Instant::now();
+            limiter.check_async(&user(number as usize)).await.unwrap();
+            start.elapsed()
+        });
+    }
+    let longest = crowd.join_all().await.into_iter().max().unwrap();
+    assert!((ms(800)..ms(1_200)).contains(&longest), "{longest:?}");
+    cluster.nodes.iter().for_each(Server::resume);
+    until("it decides again", async || {
+        limiter.check_async("user-0").await.unwrap();
+        store.health().decided > 0
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

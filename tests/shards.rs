@@ -5,8 +5,10 @@ mod support;
 
 use std::{collections::HashMap, time::Duration};
 use support::{
-    fleet::{ask, crowd, left, names, patient, until, users},
+    fleet::{ask, calls_of, crowd, left, names, patient, until, users},
     ms,
+    proxy::{Fault, Proxy},
+    secs,
     server::{Flavour, Server},
 };
 use tokio::time::Instant;
@@ -117,6 +119,41 @@ async fn all_or_nothing_on_several_servers() {
     let (given_back, failed) = store.given_back();
     assert!(given_back > 0, "some were on several servers");
     assert_eq!(failed, 0);
+}
+
+/// It is given back all the same.
+#[tokio::test]
+async fn nobody_waits_past_the_deadline_for_what_is_given_back() {
+    let servers = servers(2);
+    let proxies = [Proxy::start(servers[0].port()).await, Proxy::start(servers[1].port()).await];
+    let shard = |proxy: &Proxy| RedisStore::builder(proxy.url()).deadline(secs(2)).build().unwrap();
+    let store = RedisStore::shards(NAMES.into_iter().zip(proxies.iter().map(shard))).unwrap();
+    let policies = [
+        Policy::token_bucket("user", Quota::per_hour(1)),
+        Policy::token_bucket("everybody", Quota::per_hour(9)).key(Global),
+    ];
+    let limiter = users(&store, policies);
+    // One who is not counted where everybody is.
+    let mut number = 0;
+    let everybody = loop {
+        number += 1;
+        servers.iter().for_each(|server| drop(server.command(&["FLUSHALL"])));
+        assert!(limiter.check_async(&user(number)).await.is_ok());
+        if servers.iter().all(|server| !names(server).is_empty()) {
+            let before = [calls_of(&servers[0], "set"), calls_of(&servers[1], "set")];
+            while limiter.check_async(&user(number)).await.is_ok() {}
+            break usize::from(calls_of(&servers[1], "set") > before[1]);
+        }
+    };
+    let given_back = store.given_back().0;
+    proxies[everybody].set(Fault::Delay(ms(1_500)));
+    let start = Instant::now();
+    assert!(limiter.check_async(&user(number)).await.is_err());
+    let waited = start.elapsed();
+    assert!((ms(1_500)..ms(2_800)).contains(&waited), "{waited:?}");
+    until("it is given back", async || store.given_back().0 > given_back).await;
+    proxies[everybody].set(Fault::Pass);
+    assert_eq!((left(&limiter, &user(number), "everybody").await, store.given_back().1), (8, 0));
 }
 
 #[tokio::test]

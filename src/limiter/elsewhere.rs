@@ -85,13 +85,14 @@ impl<R: ?Sized + 'static> Limiter<R> {
             return self.conclude(outcomes, acquired, None);
         }
         let (portion, here) = portions(bill, outcomes);
-        let answer = remote.acquire(portion, mode).await;
+        let until = remote.until();
+        let answer = remote.acquire(portion, mode, until).await;
         let asked = Asked { held, here, mode, waits, place };
         let decided = self.conclude_parts(remote, answer, asked).await;
         match decided {
             Ok(admitted) => Ok(admitted),
             Err((rejection, granted)) => {
-                remote.give_back(granted).await;
+                remote.give_back(granted, until).await;
                 Err(rejection)
             }
         }
@@ -272,14 +273,10 @@ impl<R: ?Sized + 'static> Limiter<R> {
     ) -> Result<(), Rejection> {
         bill.slots.clear();
         outcomes.truncate(bill.charges.len());
-        let stood_in = |policy: &'static str| {
-            let origins = decision.origins.iter().flat_map(|origins| origins.iter());
-            let origin = origins.copied().find(|origin| origin.policy == policy);
-            origin.map_or(decision.stood_in, |origin| origin.stood_in)
-        };
         let (mut here, mut elsewhere) = (Portion::default(), Portion::default());
         for (charge, outcome) in bill.charges.iter().zip(outcomes) {
-            let portion = if stood_in(outcome.policy) { &mut here } else { &mut elsewhere };
+            let portion =
+                if decision.stood_in_for(outcome.policy) { &mut here } else { &mut elsewhere };
             portion.bill.charges.push(*charge);
             portion.outcomes.push(outcome);
         }

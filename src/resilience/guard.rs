@@ -11,7 +11,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
     time::Duration,
 };
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 
 pub(crate) struct Guard {
     breaker: Breaker,
@@ -109,12 +109,21 @@ impl Guard {
         &self,
         call: impl Future<Output = Result<T, E>>,
     ) -> Option<T> {
+        self.call_until(Instant::now() + self.deadline, call).await
+    }
+
+    /// The same for a call that is part of something that has begun before.
+    pub(crate) async fn call_until<T, E: Failure>(
+        &self,
+        until: Instant,
+        call: impl Future<Output = Result<T, E>>,
+    ) -> Option<T> {
         let count = |counter: &AtomicU64| counter.fetch_add(1, Relaxed);
         let Ok(permit) = self.breaker.permit(self.clock.now_us()) else {
             count(&self.counters.skipped);
             return None;
         };
-        let error = match timeout(self.deadline, call).await {
+        let error = match timeout_at(until, call).await {
             Ok(Ok(value)) => {
                 count(&self.counters.decided);
                 self.tell(permit.success(self.clock.now_us()), "");

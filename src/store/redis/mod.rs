@@ -68,6 +68,7 @@ use std::{
     },
     time::Duration,
 };
+use tokio::time::{Instant, timeout_at};
 
 /// State in Redis or Valkey, shared by all instances that name the same server and namespace.
 ///
@@ -103,6 +104,7 @@ struct Shared {
     prefix: Arc<str>,
     key: Arc<[u8]>,
     instances: u32,
+    deadline: Duration,
     lease: Duration,
     given_back: [AtomicU64; 2],
 }
@@ -315,7 +317,7 @@ impl RedisStore {
         let Some((_, first)) = shards.first() else {
             return Err(ConfigError::Shards { message: "there is none".to_owned() });
         };
-        let Shared { prefix, key, instances, lease, .. } = &*first.shared;
+        let Shared { prefix, key, instances, deadline, lease, .. } = &*first.shared;
         let (prefix, key) = (prefix.clone(), key.clone());
         for (name, store) in &shards {
             let alike = store.shared.prefix == prefix && store.shared.key == key;
@@ -324,7 +326,7 @@ impl RedisStore {
                 return Err(ConfigError::Shards { message });
             }
         }
-        let (instances, lease) = (*instances, *lease);
+        let (instances, deadline, lease) = (*instances, *deadline, *lease);
         let mut nodes = Vec::new();
         for (name, store) in shards {
             let Nodes::One(node) = &store.shared.nodes else {
@@ -340,6 +342,7 @@ impl RedisStore {
                 prefix,
                 key,
                 instances,
+                deadline,
                 lease,
                 given_back: Default::default(),
             }),
@@ -414,6 +417,11 @@ impl RedisStore {
         self.shared.instances
     }
 
+    /// When a request that is asked now has to be answered.
+    pub(crate) fn until(&self) -> Instant {
+        Instant::now() + self.shared.deadline
+    }
+
     /// The length of a lease, in microseconds.
     pub(crate) fn lease_us(&self) -> u64 {
         self.shared.lease.as_micros() as u64
@@ -431,8 +439,14 @@ impl RedisStore {
 
     /// Has a request decided whose identities are all in one place. `None` means that the failure modes
     /// have to answer.
-    pub(crate) async fn decide(&self, place: Place, ask: Ask) -> Option<(Told, Option<Lease>)> {
-        let decided = self.node(place).await?.decide(ask).await;
+    pub(crate) async fn decide(
+        &self,
+        place: Place,
+        ask: Ask,
+        until: Instant,
+    ) -> Option<(Told, Option<Lease>)> {
+        let node = timeout_at(until, self.node(place)).await.ok()??;
+        let decided = node.decide(ask, until).await;
         #[cfg(feature = "cluster")]
         if let (None, Nodes::Cluster(cluster)) = (&decided, &self.shared.nodes) {
             cluster.look_again();
@@ -684,6 +698,7 @@ impl RedisStoreBuilder {
             prefix,
             key: self.key.into(),
             instances: self.instances,
+            deadline: self.deadline,
             lease: self.lease,
             given_back: Default::default(),
         };

@@ -27,7 +27,10 @@ use std::{
     },
     time::Duration,
 };
-use tokio::{runtime::Handle, time::timeout};
+use tokio::{
+    runtime::Handle,
+    time::{Instant, timeout},
+};
 
 pub(super) struct Node {
     pub(super) server: Arc<Server>,
@@ -100,9 +103,13 @@ impl Node {
     }
 
     /// Has a request decided. `None` means that the failure modes have to answer.
-    pub(super) async fn decide(self: &Arc<Self>, mut ask: Ask) -> Option<(Told, Option<Lease>)> {
+    pub(super) async fn decide(
+        self: &Arc<Self>,
+        mut ask: Ask,
+        until: Instant,
+    ) -> Option<(Told, Option<Lease>)> {
         self.look_over(DUE);
-        let decision = self.guard.call(async {
+        let decision = self.guard.call_until(until, async {
             // If this is dropped, or fails, whatever was taken is given back.
             let mut lease = None;
             if ask.slots().next().is_some() && !ask.peeks {
