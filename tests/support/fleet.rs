@@ -110,8 +110,8 @@ pub(crate) fn lifetimes(server: &Server) -> HashMap<String, i64> {
 
 /// How often clients and scripts have run a command.
 pub(crate) fn calls_of(server: &Server, command: &str) -> u64 {
-    let stats = server.command(&["INFO", "commandstats"]);
+    let stats = server.report("commandstats");
     let line = format!("cmdstat_{command}:calls=");
-    let calls = stats.text().lines().find_map(|text| text.strip_prefix(&line));
+    let calls = stats.lines().find_map(|text| text.strip_prefix(&line));
     calls.map_or(0, |rest| rest.split(',').next().unwrap().parse().unwrap())
 }

@@ -167,9 +167,17 @@ impl Server {
 
     /// A field of what it tells about itself, e.g. `used_memory`.
     pub(crate) fn info(&self, field: &str) -> Option<String> {
-        let info = self.command(&["INFO"]);
-        let mut fields = info.text().lines().filter_map(|line| line.split_once(':'));
+        let info = self.report("default");
+        let mut fields = info.lines().filter_map(|line| line.split_once(':'));
         fields.find(|(name, _)| *name == field).map(|(_, value)| value.to_owned())
+    }
+
+    /// What it tells about itself in a section. Sentinels have a server drop all who are connected to it
+    /// when its role changes; then it is asked again.
+    pub(crate) fn report(&self, section: &str) -> String {
+        let ask = || self.try_command(&["INFO", section], secs(10));
+        let report = ask().or_else(|_| ask()).expect("the server answers");
+        report.text().to_owned()
     }
 
     fn clear(&self) {

@@ -22,7 +22,8 @@ pub(super) struct Sentinel {
 /// Sentinels are given so long to answer, at least, with the time to connect to them.
 const LEAST_PATIENCE: Duration = Duration::from_millis(500);
 
-/// When one has answered, the others are waited for so long at a time.
+/// When one has answered, the others are waited for so long at a time. Only new connections take longer
+/// for it, while half of the sentinels or more are silent.
 const GRACE: Duration = Duration::from_millis(100);
 
 impl Sentinel {
