@@ -53,7 +53,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         mode: Mode,
         waits: bool,
     ) -> Result<Admitted, Rejection> {
-        if bill.slots.is_empty() || !waits {
+        if !waits || !self.may_wait(&bill) {
             return self.decide_elsewhere(bill, outcomes, mode, waits, None).await;
         }
         let first = (bill.clone(), outcomes.clone());

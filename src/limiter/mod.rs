@@ -364,14 +364,18 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let aboard = self.board(request)?;
         let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
         self.write_bill(request, &mut bill, &mut outcomes)?;
-        match self.decide_here(&bill, outcomes.clone(), None) {
+        // Who may wait is decided again, from the beginning.
+        let again = self.may_wait(&bill).then(|| outcomes.clone());
+        match self.decide_here(&bill, outcomes, None) {
             Ok(admitted) => {
                 let Admitted { decision, turn, permit } = admitted.with(aboard);
                 (extras.turn, extras.permit) = (turn, permit);
                 Ok(decision)
             }
             Err(rejection) => {
-                if let Some(place) = self.line_up(&rejection, &bill, None) {
+                if let Some(outcomes) = again
+                    && let Some(place) = self.line_up(&rejection, &bill, None)
+                {
                     let waiting =
                         self.clone().wait_for_slots(place, bill, outcomes, rejection.clone());
                     let waiting = async { waiting.await.map(|admitted| admitted.with(aboard)) };
@@ -433,6 +437,13 @@ impl<R: ?Sized + 'static> Limiter<R> {
         }
         let decision = Decision { time_us, delay_us, outcomes, ..Decision::open() };
         Ok(Admitted { decision, turn, permit: held.map(Permit::from) })
+    }
+
+    /// Whether a request may have to wait for a slot.
+    fn may_wait(&self, bill: &Bill) -> bool {
+        let slots = self.shared.slots.as_ref();
+        let has_line = |slots: &Arc<Slots>, slot: &Slot| slots.plan(slot.policy).queue.is_some();
+        slots.is_some_and(|slots| bill.slots.iter().any(|slot| has_line(slots, slot)))
     }
 
     /// A place in line for a request that was rejected for nothing but slots, if there is one and it
