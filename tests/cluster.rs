@@ -186,7 +186,9 @@ async fn slots_that_move_lose_and_grant_nothing() {
     let store = store(&cluster);
     let limiter = users(
         &store,
-        [Policy::token_bucket("bucket", Quota::per_hour(1_000_000))
+        // Nothing comes back meanwhile.
+        [Policy::fixed_window("window", Quota::per_hour(1_000_000))
+            .from_first_hit()
             .on_store_failure(FailureMode::Closed)],
     );
     // Where the users are.

@@ -81,7 +81,8 @@ pub(crate) async fn left(limiter: &Limiter<str>, user: &str, policy: &str) -> u6
         Ok(decision) => decision.outcomes(),
         Err(rejection) => rejection.outcomes(),
     };
-    outcomes.iter().find(|outcome| outcome.policy() == policy).unwrap().remaining()
+    let outcome = outcomes.iter().find(|outcome| outcome.policy() == policy);
+    outcome.unwrap_or_else(|| panic!("{policy} says nothing: {answer:?}")).remaining()
 }
 
 /// Waits until something is true. The time is long, for busy machines; it is there to find what never
