@@ -2,7 +2,7 @@
 
 use super::{Adaptive, Limit};
 use crate::{
-    clock::{Clock, Sleep},
+    clock::{Clock, Sleep, whole_us},
     decision::{Outcome, Verdict},
     key::Fingerprint,
     store::Mode,
@@ -197,8 +197,7 @@ impl Slots {
         let waiter = Arc::new(Waiter::new(line.is_empty()));
         line.push_back(waiter.clone());
         drop(shard);
-        let max_wait_us = u64::try_from(max_wait.as_micros()).unwrap_or(u64::MAX);
-        let until_us = self.clock.now_us().saturating_add(max_wait_us);
+        let until_us = self.clock.now_us().saturating_add(whole_us(max_wait));
         Some(Place { slots: self.clone(), slot: *slot, waiter, until_us, sleep: None })
     }
 
