@@ -162,7 +162,9 @@ impl Remote {
         }
         let charging = mode == Mode::Charge;
         for (part, told) in &answered {
-            if charging && told.admitted && (!answer.admitted || !missing.is_empty()) {
+            // Leases end by themselves when they are dropped.
+            let may_go_back = !answer.admitted || !missing.is_empty();
+            if charging && told.admitted && may_go_back && !part.charges.is_empty() {
                 let mut charged = portion.clone();
                 self.fill_in(&mut charged, part, told, true);
                 answer.granted.push(self.grant(&charged, part, told.time_us));
