@@ -388,6 +388,7 @@ fn parallel_callers_of_several_classes_stay_within_the_cap() {
             calls.into_iter().filter_map(|call| call.join().unwrap()).collect()
         });
         assert_eq!((seats.len(), shedder.in_flight()), (1, 10));
+        assert_eq!(shedder.turned_away(), 2);
     }
 }
 

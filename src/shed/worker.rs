@@ -73,6 +73,7 @@ struct Shared {
     clock: Clock,
     stopwatch: Stopwatch,
     in_flight: AtomicU64,
+    turned_away: AtomicU64,
     level: AtomicI64,
     /// In millionths.
     utilization: AtomicU64,
@@ -118,6 +119,7 @@ impl WorkerShedder {
         shared.sampler.keep(|| keep_sampling(Arc::downgrade(shared)));
         let share = shared.shed(priority);
         if share > 0 && shared.dice.throw(ONE - 1) < share {
+            shared.turned_away.fetch_add(1, Relaxed);
             let retry_after_us = shared.patience.draw_us(&shared.dice);
             return Err(Shed { shedder: shared.name, retry_after_us });
         }
@@ -129,6 +131,12 @@ impl WorkerShedder {
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.shared.name
+    }
+
+    /// How many requests it has turned away so far.
+    #[must_use]
+    pub fn turned_away(&self) -> u64 {
+        self.shared.turned_away.load(Relaxed)
     }
 
     /// How far shedding is: 1 if all is shed that may be; 0 or less if nothing is. At rest it is
@@ -368,6 +376,7 @@ impl WorkerShedderBuilder {
             stopwatch: clock.stopwatch(),
             clock,
             in_flight: AtomicU64::new(0),
+            turned_away: AtomicU64::new(0),
             level: AtomicI64::new(law.rest().0),
             utilization: AtomicU64::new(UNKNOWN),
             sampled_us: Mutex::new(0),

@@ -18,7 +18,16 @@ use link::{Link, News, Options};
 use parking_lot::Mutex;
 #[cfg(feature = "redis")]
 use parking_lot::MutexGuard;
-use std::{borrow::Cow, fmt, ops::RangeInclusive, sync::Arc, time::Duration};
+use std::{
+    borrow::Cow,
+    fmt,
+    ops::RangeInclusive,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 
 /// Keeps a part of the fleet's capacity for critical requests: others are turned away when too much
 /// is in flight. See [the module](super) for how.
@@ -63,6 +72,7 @@ struct Shared {
     critical: Priority,
     patience: Patience,
     dice: Dice,
+    turned_away: AtomicU64,
     state: Mutex<State>,
     #[cfg(feature = "redis")]
     link: Option<Link>,
@@ -127,6 +137,7 @@ impl FleetShedder {
         if is_in {
             return Ok(Seat { shared: shared.clone(), is_critical });
         }
+        shared.turned_away.fetch_add(1, Relaxed);
         let retry_after_us = shared.patience.draw_us(&shared.dice);
         Err(Shed { shedder: shared.name, retry_after_us })
     }
@@ -135,6 +146,12 @@ impl FleetShedder {
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.shared.name
+    }
+
+    /// How many requests this instance has turned away so far.
+    #[must_use]
+    pub fn turned_away(&self) -> u64 {
+        self.shared.turned_away.load(Relaxed)
     }
 
     /// How many requests can be in flight in the fleet.
@@ -382,6 +399,7 @@ impl FleetShedderBuilder {
             critical: self.critical,
             patience,
             dice: Dice::new(),
+            turned_away: AtomicU64::new(0),
             state: Mutex::default(),
             #[cfg(feature = "redis")]
             link,
