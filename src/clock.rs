@@ -145,6 +145,11 @@ impl Future for Sleep {
 /// longest span on top of it stays below 2^53.
 const END_OF_TIME_US: u64 = (1 << 53) - 2 * crate::quota::MAX_SPAN_US;
 
+/// A duration in whole microseconds.
+pub(crate) fn whole_us(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
 fn saturating_us(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).map_or(END_OF_TIME_US, |us| us.min(END_OF_TIME_US))
 }

@@ -152,6 +152,7 @@ where
                     }
                     let waiting = *waiting.take().expect(POLLED_AGAIN);
                     let Waiting { mut service, request, permit, .. } = waiting;
+                    permit.iter().for_each(Permit::goes_on);
                     (service.call(request), permit)
                 }
                 StateProj::Running { future, permit } => {

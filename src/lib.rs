@@ -1,9 +1,11 @@
-//! A Tower middleware that limits who may call a service and how fast.
+//! A Tower middleware that limits who may call a service, how fast, how many at once, and who goes first
+//! when there is not room for all.
 //!
 //! A [`RateLimitLayer`] wraps any tower service, an axum router, a tonic server, a hyper stack or
 //! one that is not HTTP at all, with a stack of [policies](Policy). Each policy counts its
-//! [keys](key) by one of five algorithms; a request is charged to all policies that apply to it or,
-//! if one of them rejects it, to none.
+//! [keys](key), over time by one of five algorithms or [in flight](concurrency); a request is charged to
+//! all policies that apply to it or, if one of them rejects it, to none. Before them stand
+//! [load shedders](shed), which look at the state of the service instead of the caller.
 //!
 //! # Quick start
 //!
@@ -44,8 +46,9 @@
 //!
 //! 1. **All or nothing.** A rejected request consumes nothing from any policy, whichever policy
 //!    rejected it, in any order.
-//! 2. **One round trip.** In Redis the whole stack is one script call, and requests that wait at the
-//!    same time share it.
+//! 2. **One round trip.** On one Redis the whole stack is one script call, and requests that wait at the
+//!    same time share it. On a cluster or shards it is one call for each key that the request counts by, all
+//!    sent at the same time, and a charge whose sibling was rejected is given back, and counted.
 //! 3. **Exact.** Limits are integer arithmetic, and no window of any length admits more than the
 //!    algorithm's own bound, which [`Policy`] states. The engine in this process and the one in Redis
 //!    decide the same, bit for bit.
@@ -56,13 +59,16 @@
 //! 6. **Never the weak link.** A decision elsewhere has a deadline. When the store is slow, full or
 //!    gone, the policy's failure mode answers at once: open, closed (503, never 429), or this instance's
 //!    share.
-//! 7. **Bounded memory.** Local state never exceeds its cap. What it forgets first is what equals a
+//! 7. **Nothing leaks.** What a request in flight holds is released exactly once on every path: at the end
+//!    of the body, with an error or a panic, when the body is dropped or the call is cancelled; and in
+//!    Redis, if the process dies, when its lease runs out.
+//! 8. **Bounded memory.** Local state never exceeds its cap. What it forgets first is what equals a
 //!    key never seen.
-//! 8. **Keys don't collide and don't leak.** Key encoding is injective; the store sees a keyed or strong
+//! 9. **Keys don't collide and don't leak.** Key encoding is injective; the store sees a keyed or strong
 //!    hash.
-//! 9. **A rejection is a response.** The error type of an HTTP service stays what it was, so
-//!    `Infallible` stays `Infallible`.
-//! 10. **Shared by clone.** Every clone of a layer, and every service made from it, shares one budget.
+//! 10. **A rejection is a response.** The error type of an HTTP service stays what it was, so
+//!     `Infallible` stays `Infallible`.
+//! 11. **Shared by clone.** Every clone of a layer, and every service made from it, shares one budget.
 //!     Two layers are two budgets, unless they share a namespace in Redis.
 //!
 //! And no request costs the service its life: a panic in a function that a policy was given turns
@@ -81,6 +87,8 @@
 //! |---|---|---|
 //! | `axum` | yes | peer addresses and matched routes of axum |
 //! | `redis` | | limits that hold for a fleet: state in Redis or Valkey |
+//! | `cluster` | | the same on a Redis Cluster |
+//! | `sentinel` | | the same, with a primary that Redis Sentinel names |
 //! | `tonic` | | peer addresses of tonic, limits around a single gRPC service, an interceptor |
 //! | `test-util` | | `ManualClock` |
 //!
@@ -89,7 +97,7 @@
 //! `layer` and [`RateLimit`] (`service`, `future`, `body`) are the way in for requests, `protocol`
 //! says of which kind; `limiter` runs the stack and knows no HTTP; `policy` has policies and the
 //! checked stack, `quota` what they give out; `algorithm` is pure integer functions; `store` keeps
-//! state, here or in Redis; `remote` and `resilience` are what happens when that does not answer; [`key`] finds keys; [`reply`] turns decisions into headers and responses; `clock` alone
+//! state, here or in Redis; [`concurrency`] is slots and permits; [`shed`] and `priority` are who goes first; `remote` and `resilience` are what happens when that does not answer; [`key`] finds keys; [`reply`] turns decisions into headers and responses; `clock` alone
 //! asks the system for the time.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]

@@ -176,7 +176,6 @@ impl Quota {
 
     /// What each of so many instances may allow if each counts alone: as good a part of it as whole
     /// numbers allow, and at least one.
-    #[cfg(feature = "redis")]
     pub(crate) fn share(&self, instances: u32) -> Self {
         let part = |number: u64| (number / u64::from(instances)).max(1);
         Self { limit: part(self.limit), burst: self.burst.map(part), period: self.period }

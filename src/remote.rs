@@ -162,7 +162,9 @@ impl Remote {
         }
         let charging = mode == Mode::Charge;
         for (part, told) in &answered {
-            if charging && told.admitted && (!answer.admitted || !missing.is_empty()) {
+            // Leases end by themselves when they are dropped.
+            let may_go_back = !answer.admitted || !missing.is_empty();
+            if charging && told.admitted && may_go_back && !part.charges.is_empty() {
                 let mut charged = portion.clone();
                 self.fill_in(&mut charged, part, told, true);
                 answer.granted.push(self.grant(&charged, part, told.time_us));
@@ -320,11 +322,10 @@ impl Remote {
         let mut parts = SmallVec::<[Part; 1]>::new();
         let mut part_at = |place: Place| {
             let known = parts.iter().position(|part| part.place == place);
-            let index = known.unwrap_or_else(|| {
+            known.unwrap_or_else(|| {
                 parts.push(Part { place, charges: SmallVec::new(), slots: SmallVec::new() });
                 parts.len() - 1
-            });
-            index
+            })
         };
         let of_charges: SmallVec<[usize; 3]> = bill
             .charges

@@ -887,3 +887,26 @@ fn a_refund_under_another_quota_neither_panics_nor_mints() {
     limiter.refund(&true, &small).unwrap();
     assert!(limiter.check(&false).is_err());
 }
+
+#[test]
+fn a_limit_is_spread_over_no_more_parts_than_it_has_units() {
+    let build = |policy: Policy| RateLimitLayer::builder().key(Global).policy(policy).build();
+    let bucket = |parts| Policy::token_bucket("p", Quota::per_second(10).burst(5)).spread(parts);
+    let slots = |parts| Policy::concurrency("p", 4).spread(parts);
+    for fine in [bucket(1), bucket(5), slots(4)] {
+        assert!(build(fine).is_ok());
+    }
+    for (policy, parts) in [
+        (bucket(0), 0),
+        (bucket(6), 6),
+        (slots(5), 5),
+        (slots(0), 0),
+        (slots(2).per_instance(), 2),
+        (slots(2).limit_for(|_| None), 2),
+        (bucket(2).quota_for(|_| None), 2),
+    ] {
+        let error = build(policy).unwrap_err();
+        assert_eq!(error, BuildError::TooSpread { policy: "p".to_owned(), parts });
+        assert!(error.to_string().contains("one unit at least"));
+    }
+}

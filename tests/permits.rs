@@ -19,13 +19,7 @@ use std::{
     },
     task::{Context, Poll, Waker},
 };
-use support::{
-    Fields, T0,
-    fleet::{names, patient, until},
-    get, grpc, ms, now, secs,
-    server::{Flavour, Server},
-    with,
-};
+use support::{Fields, T0, fleet::until, gate::Gate, get, grpc, ms, now, secs, with};
 use tokio::{
     sync::{Notify, oneshot},
     task::{JoinSet, yield_now},
@@ -35,62 +29,8 @@ use tollgate::{
     RateLimitLayerBuilder, Reason, Rejection,
     concurrency::HeldPermits,
     key::{Global, Header, Key},
-    redis::RedisStore,
 };
 use tower::{Layer, Service, ServiceExt, service_fn};
-
-// === where slots are held ===
-
-/// A layer with a concurrency limit named `in-flight`, and where its slots are.
-struct Gate {
-    layer: RateLimitLayer,
-    redis: Option<(RedisStore, Server)>,
-}
-
-impl Gate {
-    fn local(configure: impl FnOnce(RateLimitLayerBuilder) -> RateLimitLayerBuilder) -> Self {
-        let layer = configure(RateLimitLayer::builder().key(Global)).build().unwrap();
-        Self { layer, redis: None }
-    }
-
-    fn redis(configure: impl FnOnce(RateLimitLayerBuilder) -> RateLimitLayerBuilder) -> Self {
-        let server = Server::start(Flavour::Redis7);
-        let store = patient(&server).build().unwrap();
-        let builder = RateLimitLayer::builder().key(Global).store(store.clone());
-        Self { layer: configure(builder).build().unwrap(), redis: Some((store, server)) }
-    }
-
-    /// One of each kind.
-    fn both(configure: impl Fn(RateLimitLayerBuilder) -> RateLimitLayerBuilder) -> [Self; 2] {
-        [Self::local(&configure), Self::redis(&configure)]
-    }
-
-    /// So many slots for everybody together.
-    fn slots(limit: u32) -> [Self; 2] {
-        Self::both(|builder| builder.policy(Policy::concurrency("in-flight", limit)))
-    }
-
-    /// How many slots are held, as this process knows.
-    fn held(&self) -> u64 {
-        self.layer.limiter().in_flight("in-flight").unwrap()
-    }
-
-    /// Sees to it that so many slots are held, also as the server knows: there they are released in the
-    /// background.
-    async fn holds(&self, slots: u64) {
-        assert_eq!(self.held(), slots);
-        if let Some((store, server)) = &self.redis {
-            until("the server counts the same", async || leases_on(server) == slots).await;
-            assert_eq!(store.leases().lost, 0);
-        }
-    }
-}
-
-/// How many slots are held by all sets of leases on a server.
-fn leases_on(server: &Server) -> u64 {
-    let sets = names(server).into_iter().filter(|name| !name.ends_with('}'));
-    sets.map(|set| server.command(&["ZCARD", &set]).number() as u64).sum()
-}
 
 // === services ===
 
@@ -239,7 +179,7 @@ fn rejection<B>(response: &Response<B>) -> &Rejection {
 // === every way in which a request ends ===
 
 #[tokio::test]
-async fn held_from_the_call_until_the_body_has_ended() {
+async fn promise_7_nothing_leaks_held_from_the_call_until_the_body_has_ended() {
     for gate in Gate::slots(1) {
         let (let_go, wait) = oneshot::channel::<()>();
         let wait = Arc::new(parking_lot::Mutex::new(Some(wait)));
@@ -367,7 +307,7 @@ async fn released_with_the_head_where_the_body_is_empty() {
 }
 
 #[tokio::test]
-async fn released_when_a_call_is_cancelled() {
+async fn promise_7_nothing_leaks_when_a_call_is_cancelled() {
     for gate in Gate::slots(1) {
         let held = Held::default();
         let call = tokio::spawn(gate.layer.layer(held.service()).oneshot(get()));

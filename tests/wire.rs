@@ -18,14 +18,14 @@ use support::{
     net::{self, END_HEADERS, END_STREAM, Frame, HEADERS},
     secs,
 };
-use tokio::{net::TcpListener, task::JoinSet};
+use tokio::task::JoinSet;
 use tollgate::{
     LocalStore, ManualClock, Policy, Quota, RateLimitLayer, RateLimitLayerBuilder,
     key::{Global, Header, PeerIp},
     reply::GrpcCode,
 };
-use tonic::{Code, service::LayerExt, transport::server::TcpIncoming};
-use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
+use tonic::{Code, service::LayerExt};
+use tonic_health::pb::HealthCheckRequest;
 use tonic_types::StatusExt;
 
 fn request(user: &str) -> Request<Empty<Bytes>> {
@@ -266,8 +266,6 @@ async fn a_client_that_goes_away_while_it_waits_gives_its_place_up() {
 
 // === tonic ===
 
-type Health = HealthClient<tonic::transport::Channel>;
-
 /// A layer for which the second call within a minute is one too many.
 fn one_call(configure: fn(RateLimitLayerBuilder) -> RateLimitLayerBuilder) -> RateLimitLayer {
     let builder = RateLimitLayer::builder()
@@ -277,23 +275,13 @@ fn one_call(configure: fn(RateLimitLayerBuilder) -> RateLimitLayerBuilder) -> Ra
     configure(builder).build().unwrap()
 }
 
-async fn listen() -> (SocketAddr, TcpIncoming) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    (listener.local_addr().unwrap(), TcpIncoming::from(listener))
-}
-
 /// A server with the layer around all of its services.
 async fn serve_grpc(layer: RateLimitLayer) -> SocketAddr {
-    let (address, incoming) = listen().await;
+    let (address, incoming) = net::listen().await;
     let (_, health) = tonic_health::server::health_reporter();
     let server = tonic::transport::Server::builder().layer(layer).add_service(health);
     tokio::spawn(server.serve_with_incoming(incoming));
     address
-}
-
-async fn connect(address: SocketAddr) -> Health {
-    let endpoint = tonic::transport::Endpoint::try_from(format!("http://{address}")).unwrap();
-    HealthClient::new(endpoint.connect().await.unwrap())
 }
 
 /// The status that a call was turned away with, which has to be as it should.
@@ -314,7 +302,7 @@ async fn unary_calls_over_the_limit_end_with_a_status_and_a_hint_when_to_retry()
         ((|builder| builder) as fn(RateLimitLayerBuilder) -> _, Code::ResourceExhausted),
         (|builder| builder.grpc_code(GrpcCode::Unavailable), Code::Unavailable),
     ] {
-        let mut client = connect(serve_grpc(one_call(configure)).await).await;
+        let mut client = net::connect(serve_grpc(one_call(configure)).await).await;
         let response = client.check(HealthCheckRequest::default()).await.unwrap();
         let metadata = response.metadata().clone().into_headers();
         assert_eq!(metadata.text("ratelimit"), Some(r#""calls";r=0;t=60"#));
@@ -327,7 +315,7 @@ async fn unary_calls_over_the_limit_end_with_a_status_and_a_hint_when_to_retry()
 /// BR-54
 #[tokio::test]
 async fn streams_over_the_limit_end_with_a_status_and_a_hint_when_to_retry() {
-    let mut client = connect(serve_grpc(one_call(|builder| builder)).await).await;
+    let mut client = net::connect(serve_grpc(one_call(|builder| builder)).await).await;
     let mut stream = client.watch(HealthCheckRequest::default()).await.unwrap().into_inner();
     assert!(stream.message().await.unwrap().is_some());
     let status = client.watch(HealthCheckRequest::default()).await.unwrap_err();
@@ -356,7 +344,7 @@ async fn a_call_without_a_key_is_told_so() {
         .policy(Policy::fixed_window("calls", Quota::per_minute(9)))
         .build()
         .unwrap();
-    let mut client = connect(serve_grpc(layer).await).await;
+    let mut client = net::connect(serve_grpc(layer).await).await;
     let status = client.check(HealthCheckRequest::default()).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument);
     assert_eq!(status.message(), "the x-api-key header is missing or empty");
@@ -367,18 +355,18 @@ async fn a_call_without_a_key_is_told_so() {
 #[tokio::test]
 async fn a_single_service_can_be_limited_by_a_layer_or_an_interceptor() {
     let (_, health) = tonic_health::server::health_reporter();
-    let (address, incoming) = listen().await;
+    let (address, incoming) = net::listen().await;
     let service = one_call(|builder| builder).named_layer(health.clone());
     let server = tonic::transport::Server::builder().add_service(service);
     tokio::spawn(server.serve_with_incoming(incoming));
-    let mut by_layer = connect(address).await;
+    let mut by_layer = net::connect(address).await;
 
-    let (address, incoming) = listen().await;
+    let (address, incoming) = net::listen().await;
     let interceptor = one_call(|builder| builder).interceptor().unwrap();
     let service = tonic::service::interceptor::InterceptedService::new(health, interceptor);
     let server = tonic::transport::Server::builder().add_service(service);
     tokio::spawn(server.serve_with_incoming(incoming));
-    let mut by_interceptor = connect(address).await;
+    let mut by_interceptor = net::connect(address).await;
 
     for client in [&mut by_layer, &mut by_interceptor] {
         assert!(client.check(HealthCheckRequest::default()).await.is_ok());
@@ -398,7 +386,7 @@ async fn exactly_the_burst_is_admitted_of_all_calls_on_all_channels() {
     let mut channels = JoinSet::new();
     for _ in 0..8 {
         channels.spawn(async move {
-            let mut client = connect(address).await;
+            let mut client = net::connect(address).await;
             let mut admitted = 0;
             for _ in 0..20 {
                 match client.check(HealthCheckRequest::default()).await {

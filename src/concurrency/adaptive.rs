@@ -13,6 +13,7 @@
 //! lower limit is kept and halved again; otherwise nobody waits any more, and what is seen is the
 //! baseline. A probe takes nothing from a service that is less than half busy.
 
+use crate::{clock::whole_us, random::draw};
 use parking_lot::Mutex;
 use std::{
     collections::hash_map::RandomState,
@@ -597,20 +598,6 @@ impl Start {
         self.0 = self.0.min(now_us);
         now_us - self.0
     }
-}
-
-/// A number from 0 to `most`, by splitmix64.
-fn draw(random: &mut u64, most: u64) -> u64 {
-    *random = random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut bits = *random;
-    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    bits ^= bits >> 31;
-    ((u128::from(bits) * (u128::from(most) + 1)) >> 64) as u64
-}
-
-fn whole_us(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

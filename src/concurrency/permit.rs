@@ -10,7 +10,10 @@ use crate::store::redis::Lease;
 use smallvec::SmallVec;
 use std::{
     fmt,
-    sync::{Arc, Weak},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
 };
 
 /// The slots that a request holds, in all policies and load shedders that admitted it. They are free
@@ -45,7 +48,8 @@ pub struct HeldPermits(Vec<Weak<Held>>);
 pub(crate) struct Held {
     /// In this process, and where that is.
     taken: Option<(Arc<Slots>, Taken)>,
-    since_us: u64,
+    /// When the request was admitted or, if it had to wait after that, when it went on.
+    since_us: AtomicU64,
     /// Whether the request is answered when this is dropped, rather than before, if at all.
     until_dropped: bool,
     /// In the fleet.
@@ -58,13 +62,13 @@ pub(crate) struct Held {
 impl Held {
     pub(crate) fn new(slots: &Arc<Slots>, taken: Taken, since_us: u64) -> Self {
         let mut held = Self::default();
-        (held.taken, held.since_us) = (Some((slots.clone(), taken)), since_us);
+        (held.taken, held.since_us) = (Some((slots.clone(), taken)), since_us.into());
         held
     }
 
     fn answered(&self) {
         if let Some((slots, taken)) = &self.taken {
-            slots.answered(taken, self.since_us);
+            slots.answered(taken, self.since_us.load(Relaxed));
         }
     }
 }
@@ -105,6 +109,16 @@ impl Permit {
     #[must_use]
     pub fn was_lost(&self) -> bool {
         self.0.leases.iter().any(Lease::was_lost)
+    }
+
+    /// The request goes on only now: what it waited for, such as its turn or a store elsewhere, says nothing of
+    /// the service.
+    pub(crate) fn goes_on(&self) {
+        if let Some((slots, _)) = &self.0.taken
+            && let Some(now_us) = slots.time_of_start()
+        {
+            self.0.since_us.store(now_us, Relaxed);
+        }
     }
 
     /// The request has been answered, which took as long as it is held now: what comes later is up to the

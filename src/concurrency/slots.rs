@@ -2,7 +2,7 @@
 
 use super::{Adaptive, Limit};
 use crate::{
-    clock::{Clock, Sleep},
+    clock::{Clock, Sleep, whole_us},
     decision::{Outcome, Verdict},
     key::Fingerprint,
     store::Mode,
@@ -86,6 +86,11 @@ impl Slots {
         });
         let adaptive = adaptive.collect();
         Self { shards, plans: plans.into(), clock: clock.clone(), adaptive }
+    }
+
+    /// The present, if it matters when requests start.
+    pub(crate) fn time_of_start(&self) -> Option<u64> {
+        (!self.adaptive.is_empty()).then(|| self.clock.now_us())
     }
 
     /// Requests that started at that time have been answered.
@@ -177,7 +182,7 @@ impl Slots {
             next
         };
         // Wakers are not ours, so they are called without a lock.
-        next.map(Waker::wake);
+        next.into_iter().for_each(Waker::wake);
     }
 
     /// A place at the end of the line for a slot, if the policy has a line and that has room.
@@ -192,8 +197,7 @@ impl Slots {
         let waiter = Arc::new(Waiter::new(line.is_empty()));
         line.push_back(waiter.clone());
         drop(shard);
-        let max_wait_us = u64::try_from(max_wait.as_micros()).unwrap_or(u64::MAX);
-        let until_us = self.clock.now_us().saturating_add(max_wait_us);
+        let until_us = self.clock.now_us().saturating_add(whole_us(max_wait));
         Some(Place { slots: self.clone(), slot: *slot, waiter, until_us, sleep: None })
     }
 
@@ -387,6 +391,6 @@ impl Drop for Place {
             held.is_over().then(|| shard.remove(&self.slot.id()));
             next
         };
-        next.map(Waker::wake);
+        next.into_iter().for_each(Waker::wake);
     }
 }

@@ -11,6 +11,19 @@ use crate::{
 use std::sync::Arc;
 use tokio::runtime::Handle;
 
+/// How something was asked for elsewhere.
+struct Asked<'a> {
+    /// The slots of this process that the request holds.
+    held: Option<Held>,
+    /// What those policies said.
+    here: Outcomes,
+    mode: Mode,
+    /// Whether it stands in line.
+    waits: bool,
+    /// Where it stands in line for a slot.
+    place: Option<&'a Place>,
+}
+
 impl<R: ?Sized + 'static> Limiter<R> {
     /// Starts to decide a request, if the state is elsewhere. It stands in line only if it `waits`.
     pub(crate) fn ask(&self, request: &R, mode: Mode, waits: bool) -> Option<Deciding> {
@@ -40,7 +53,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         mode: Mode,
         waits: bool,
     ) -> Result<Admitted, Rejection> {
-        if bill.slots.is_empty() || !waits {
+        if !waits || !self.may_wait(&bill) {
             return self.decide_elsewhere(bill, outcomes, mode, waits, None).await;
         }
         let first = (bill.clone(), outcomes.clone());
@@ -64,7 +77,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
     ) -> Result<Admitted, Rejection> {
         let shared = &self.shared;
         let Some(remote) = &shared.remote else {
-            return self.decide_here(bill, outcomes, place);
+            return self.decide_here(&bill, outcomes, place);
         };
         let held = self.hold_here(&bill, &mut outcomes, mode, place)?;
         if bill.charges.is_empty() && bill.slots_elsewhere().is_empty() {
@@ -74,7 +87,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let (portion, here) = portions(bill, outcomes);
         let until = remote.until();
         let answer = remote.acquire(portion, mode, until).await;
-        let decided = self.conclude_parts(remote, answer, held, here, mode, waits, place).await;
+        let asked = Asked { held, here, mode, waits, place };
+        let decided = self.conclude_parts(remote, answer, asked).await;
         match decided {
             Ok(admitted) => Ok(admitted),
             Err((rejection, granted)) => {
@@ -90,13 +104,10 @@ impl<R: ?Sized + 'static> Limiter<R> {
         &self,
         remote: &Remote,
         answer: Answer,
-        mut held: Option<Held>,
-        here: Outcomes,
-        mode: Mode,
-        waits: bool,
-        place: Option<&Place>,
+        asked: Asked<'_>,
     ) -> Result<Admitted, (Rejection, Vec<Grant>)> {
         let shared = &self.shared;
+        let Asked { mut held, here, mode, waits, place } = asked;
         let Answer { admitted, time_us, answered, missing, leases, granted, origins } = answer;
         let Portion { bill, mut outcomes } = answered;
         if !admitted {
@@ -154,7 +165,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let FallenBack { bill, outcomes, uncounted } =
             fallen_back.map_err(|policy| self.unavailable(policy))?;
         let stood_in = match mode {
-            Mode::Charge => self.decide_here(bill, outcomes, place),
+            Mode::Charge => self.decide_here(&bill, outcomes, place),
             Mode::Peek => self.look_here(&bill, outcomes),
         };
         let stood_in = stood_in?;

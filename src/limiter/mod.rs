@@ -185,7 +185,9 @@ impl<R: ?Sized + 'static> Limiter<R> {
         if let Some(turn) = admitted.turn {
             turn.await;
         }
-        Ok((admitted.decision, admitted.permit.unwrap_or_default().until_dropped()))
+        let permit = admitted.permit.unwrap_or_default().until_dropped();
+        permit.goes_on();
+        Ok((admitted.decision, permit))
     }
 
     /// [`acquire`](Self::acquire) without waiting: neither for a turn, which the decision's
@@ -362,14 +364,18 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let aboard = self.board(request)?;
         let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
         self.write_bill(request, &mut bill, &mut outcomes)?;
-        match self.decide_here(bill.clone(), outcomes.clone(), None) {
+        // Who may wait is decided again, from the beginning.
+        let again = self.may_wait(&bill).then(|| outcomes.clone());
+        match self.decide_here(&bill, outcomes, None) {
             Ok(admitted) => {
                 let Admitted { decision, turn, permit } = admitted.with(aboard);
                 (extras.turn, extras.permit) = (turn, permit);
                 Ok(decision)
             }
             Err(rejection) => {
-                if let Some(place) = self.line_up(&rejection, &bill, None) {
+                if let Some(outcomes) = again
+                    && let Some(place) = self.line_up(&rejection, &bill, None)
+                {
                     let waiting =
                         self.clone().wait_for_slots(place, bill, outcomes, rejection.clone());
                     let waiting = async { waiting.await.map(|admitted| admitted.with(aboard)) };
@@ -389,14 +395,14 @@ impl<R: ?Sized + 'static> Limiter<R> {
     /// Decides a bill by the state of this process. `place` is that of the request in the line for a slot.
     fn decide_here(
         &self,
-        bill: Bill,
+        bill: &Bill,
         mut outcomes: Outcomes,
         place: Option<&Place>,
     ) -> Result<Admitted, Rejection> {
         let shared = &self.shared;
         let mut acquired = Acquired::default();
         let mut acquire = |outcomes: &mut [Outcome]| {
-            acquired = shared.acquire(&bill, outcomes, Mode::Charge, place);
+            acquired = shared.acquire(bill, outcomes, Mode::Charge, place);
             acquired.admitted.then_some(acquired.time_us)
         };
         let turn = match &shared.lines {
@@ -405,7 +411,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
                 None
             }
             Some(lines) => {
-                let places = lines.join(Counted::Here, &bill, &mut outcomes, acquire);
+                let places = lines.join(Counted::Here, bill, &mut outcomes, acquire);
                 (!places.is_empty()).then(|| {
                     let charged = (bill.clone(), outcomes.clone());
                     let refund = self.refund_here(acquired.time_us);
@@ -431,6 +437,13 @@ impl<R: ?Sized + 'static> Limiter<R> {
         }
         let decision = Decision { time_us, delay_us, outcomes, ..Decision::open() };
         Ok(Admitted { decision, turn, permit: held.map(Permit::from) })
+    }
+
+    /// Whether a request may have to wait for a slot.
+    fn may_wait(&self, bill: &Bill) -> bool {
+        let slots = self.shared.slots.as_ref();
+        let has_line = |slots: &Arc<Slots>, slot: &Slot| slots.plan(slot.policy).queue.is_some();
+        slots.is_some_and(|slots| bill.slots.iter().any(|slot| has_line(slots, slot)))
     }
 
     /// A place in line for a request that was rejected for nothing but slots, if there is one and it
@@ -504,7 +517,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         if self.asks_elsewhere() {
             return self.decide_elsewhere(bill, outcomes, Mode::Charge, true, Some(place)).await;
         }
-        self.decide_here(bill, outcomes, Some(place))
+        self.decide_here(&bill, outcomes, Some(place))
     }
 
     /// Gives back what was charged in this process at `time_us`.

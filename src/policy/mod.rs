@@ -60,6 +60,8 @@ pub struct Policy<R: ?Sized = Parts> {
     pub(crate) cost: Cost<R>,
     pub(crate) quota_for: Option<QuotaFor<R>>,
     pub(crate) limit_for: Option<LimitFor<R>>,
+    /// In how many parts it counts.
+    pub(crate) parts: u32,
     #[cfg(feature = "redis")]
     pub(crate) failure_mode: FailureMode,
     /// An option that the algorithm does not have.
@@ -103,6 +105,25 @@ pub(crate) struct InFlight {
     pub(crate) queue: Option<(usize, Duration)>,
     /// Whether each instance has slots of its own.
     pub(crate) per_instance: bool,
+}
+
+impl Counts {
+    /// One of so many parts of it, if that is possible.
+    fn part(&self, parts: u32) -> Option<Self> {
+        match self {
+            Self::Rate(kind, quota) => {
+                let least = quota.limit().min(quota.capacity());
+                let fits = parts > 0 && least >= u64::from(parts);
+                fits.then(|| Self::Rate(*kind, quota.share(parts)))
+            }
+            Self::InFlight(InFlight { limit: Limit::Fixed(limit), queue, per_instance: false }) => {
+                let limit = limit.checked_div(parts).filter(|limit| *limit > 0)?;
+                let limit = Limit::Fixed(limit);
+                Some(Self::InFlight(InFlight { limit, queue: *queue, per_instance: false }))
+            }
+            Self::InFlight(_) => None,
+        }
+    }
 }
 
 /// What a request costs.
@@ -174,6 +195,7 @@ impl<R: ?Sized> Policy<R> {
             cost: Cost::One,
             quota_for: None,
             limit_for: None,
+            parts: 1,
             #[cfg(feature = "redis")]
             failure_mode: FailureMode::default(),
             misplaced: None,
@@ -277,6 +299,20 @@ impl<R: ?Sized> Policy<R> {
     #[must_use]
     pub fn exempt<K: Into<Key>>(mut self, keys: impl IntoIterator<Item = K>) -> Self {
         self.exempt.extend(keys.into_iter().map(Into::into));
+        self
+    }
+
+    /// Counts each key in so many parts, each with its part of the limit, rounded down; requests take them in
+    /// turns. Default: 1.
+    ///
+    /// It is for keys that nearly all requests have, such as [`Global`](crate::key::Global), on a cluster or
+    /// shards: the parts are in different places, where the key would be in one, and keep one server busy.
+    /// No more is admitted than by one part. A request may be rejected while another part has some left, by
+    /// about the difference of one round; what is told of the limit is told of the part; and a refund may go
+    /// to another part than that which was charged.
+    #[must_use]
+    pub const fn spread(mut self, parts: u32) -> Self {
+        self.parts = parts;
         self
     }
 

@@ -16,7 +16,10 @@ use std::{
     collections::{BTreeSet, HashSet},
     error, fmt,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering::Relaxed},
+    },
     time::Duration,
 };
 
@@ -75,10 +78,24 @@ struct Terms<R: ?Sized> {
     limit_for: Option<LimitFor<R>>,
 }
 
-/// The keys of one extractor.
+/// The keys of one extractor, or those of one policy that counts them in parts.
 struct Space<R: ?Sized> {
     extractor: Arc<dyn FindKey<R>>,
+    parts: u32,
+    next_part: AtomicU32,
     policies: Vec<usize>,
+}
+
+impl<R: ?Sized> Space<R> {
+    fn find_key(&self, request: &R, secret: &Secret) -> Result<Fingerprint, KeyError> {
+        let found = self.extractor.find_key(request, secret)?;
+        if self.parts == 1 {
+            return Ok(found);
+        }
+        let part = self.next_part.fetch_add(1, Relaxed) % self.parts;
+        // Fingerprints are random: that of a part is no other key's, as that of a key is not.
+        Ok(Fingerprint { lower: found.lower ^ u64::from(part), ..found })
+    }
 }
 
 /// Why a stack cannot be built.
@@ -114,6 +131,14 @@ pub enum BuildError {
         policy: String,
         /// Why.
         error: QuotaError,
+    },
+    /// A policy is spread over no parts, or over more than its limit has units, or has a limit that cannot
+    /// be spread because it is looked up, or found, by each instance.
+    TooSpread {
+        /// The policy.
+        policy: String,
+        /// How many parts.
+        parts: u32,
     },
     /// A policy lets nothing be in flight.
     NoSlots {
@@ -179,15 +204,27 @@ impl<R: ?Sized + 'static> Stack<R> {
             let Some(extractor) = policy.key.or_else(|| default_key.cloned()) else {
                 return Err(BuildError::NoKey { policy: name });
             };
-            let same = |space: &Space<R>| finds_the_same_keys(&space.extractor, &extractor);
+            let counts = match policy.parts {
+                1 => policy.counts,
+                parts => {
+                    let looked_up = policy.quota_for.is_some() || policy.limit_for.is_some();
+                    let part = policy.counts.part(parts).filter(|_| !looked_up);
+                    part.ok_or_else(|| BuildError::TooSpread { policy: name.clone(), parts })?
+                }
+            };
+            let same = |space: &Space<R>| {
+                (space.parts, policy.parts) == (1, 1)
+                    && finds_the_same_keys(&space.extractor, &extractor)
+            };
             let space = spaces.iter().position(same).unwrap_or_else(|| {
-                spaces.push(Space { extractor, policies: Vec::new() });
+                let (parts, next_part) = (policy.parts, AtomicU32::new(0));
+                spaces.push(Space { extractor, parts, next_part, policies: Vec::new() });
                 spaces.len() - 1
             });
             spaces[space].policies.push(index);
             let interned = intern(policy.name);
             let varies = policy.quota_for.is_some();
-            let limit = match policy.counts {
+            let limit = match counts {
                 Counts::Rate(kind, quota) => {
                     let rule = match Rule::new(kind, &quota) {
                         Ok(rule) if varies => rule.varying(),
@@ -329,7 +366,7 @@ impl<R: ?Sized + 'static> Stack<R> {
                     continue;
                 }
                 if key.is_none() && missing.is_none() {
-                    match space.extractor.find_key(request, &self.secret) {
+                    match space.find_key(request, &self.secret) {
                         Ok(found) => key = Some(found),
                         Err(error) => missing = Some(error),
                     }
@@ -592,6 +629,11 @@ impl fmt::Display for BuildError {
                 "policy `{policy}`: `{option}` is not for its algorithm; `from_first_hit` is for \
                  fixed windows, `max_delay` for leaky buckets, `quota_for` for rates, and `queue`, \
                  `limit_for` and `per_instance` are for concurrency limits"
+            ),
+            Self::TooSpread { policy, parts } => write!(
+                f,
+                "policy `{policy}` cannot be spread over {parts} parts; each has to have one unit at least, \
+                 and the limit has to be a number"
             ),
             Self::NoSlots { policy } => write!(
                 f,

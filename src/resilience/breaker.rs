@@ -5,7 +5,7 @@
 //! call, the probe, goes through while all others stay refused. Its success closes the breaker, its
 //! failure opens it for the next, longer interval.
 
-use crate::random::draw;
+use crate::{clock::whole_us, random::draw};
 use parking_lot::Mutex;
 use std::{
     mem,
@@ -368,10 +368,6 @@ impl Tally {
             (calls + u64::from(slice.calls), failed + u64::from(slice.failed))
         })
     }
-}
-
-fn whole_us(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

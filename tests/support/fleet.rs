@@ -1,5 +1,7 @@
 //! Instances that share limits in a store on a server.
 
+#[cfg(feature = "sentinel")]
+use super::sentinels;
 use super::{ms, secs, server::Server};
 use std::{collections::HashMap, fmt::Debug};
 use tokio::{
@@ -14,7 +16,16 @@ use tollgate::{
 
 /// A store that has all the time in the world: what it says does not depend on how busy the machine is.
 pub(crate) fn patient(server: &Server) -> RedisStoreBuilder {
-    RedisStore::builder(server.url()).deadline(secs(20))
+    builder(server).deadline(secs(20))
+}
+
+/// The way to a server is another one in some test crates that have the same tests.
+fn builder(server: &Server) -> RedisStoreBuilder {
+    match env!("CARGO_CRATE_NAME") {
+        #[cfg(feature = "sentinel")]
+        "redis_by_sentinel" => RedisStore::sentinel([server.sentinel().url()], sentinels::NAME),
+        _ => RedisStore::builder(server.url()),
+    }
 }
 
 /// A limiter of users by their names.
@@ -70,7 +81,8 @@ pub(crate) async fn left(limiter: &Limiter<str>, user: &str, policy: &str) -> u6
         Ok(decision) => decision.outcomes(),
         Err(rejection) => rejection.outcomes(),
     };
-    outcomes.iter().find(|outcome| outcome.policy() == policy).unwrap().remaining()
+    let outcome = outcomes.iter().find(|outcome| outcome.policy() == policy);
+    outcome.unwrap_or_else(|| panic!("{policy} says nothing: {answer:?}")).remaining()
 }
 
 /// Waits until something is true. The time is long, for busy machines; it is there to find what never
@@ -99,8 +111,8 @@ pub(crate) fn lifetimes(server: &Server) -> HashMap<String, i64> {
 
 /// How often clients and scripts have run a command.
 pub(crate) fn calls_of(server: &Server, command: &str) -> u64 {
-    let stats = server.command(&["INFO", "commandstats"]);
+    let stats = server.report("commandstats");
     let line = format!("cmdstat_{command}:calls=");
-    let calls = stats.text().lines().find_map(|text| text.strip_prefix(&line));
+    let calls = stats.lines().find_map(|text| text.strip_prefix(&line));
     calls.map_or(0, |rest| rest.split(',').next().unwrap().parse().unwrap())
 }

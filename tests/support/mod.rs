@@ -7,6 +7,8 @@ pub(crate) mod clusters;
 pub(crate) mod crowd;
 #[cfg(feature = "redis")]
 pub(crate) mod fleet;
+#[cfg(feature = "redis")]
+pub(crate) mod gate;
 pub(crate) mod net;
 pub(crate) mod process;
 pub(crate) mod proxy;

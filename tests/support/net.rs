@@ -5,11 +5,13 @@ use bytes::Bytes;
 use http_body_util::Empty;
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use std::net::SocketAddr;
+use std::net::{Shutdown, SocketAddr};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
 };
+use tonic::transport::{Channel, Endpoint, server::TcpIncoming};
+use tonic_health::pb::health_client::HealthClient;
 
 /// Serves an app over HTTP/1 and HTTP/2 until the test ends.
 pub(crate) async fn serve(app: Router) -> SocketAddr {
@@ -34,6 +36,34 @@ pub(crate) async fn http2(address: SocketAddr) -> http2::SendRequest<Empty<Bytes
     let (client, connection) = http2::handshake(TokioExecutor::new(), stream).await.unwrap();
     tokio::spawn(connection);
     client
+}
+
+/// What a connection goes over, for those who want to cut it.
+pub(crate) struct Wire(std::net::TcpStream);
+
+impl Wire {
+    pub(crate) async fn connect(address: SocketAddr) -> (TokioIo<TcpStream>, Self) {
+        let stream = TcpStream::connect(address).await.unwrap().into_std().unwrap();
+        let wire = Self(stream.try_clone().unwrap());
+        (TokioIo::new(TcpStream::from_std(stream).unwrap()), wire)
+    }
+
+    /// From here on nothing goes over it, whatever is under way.
+    pub(crate) fn cut(self) {
+        let _ = self.0.shutdown(Shutdown::Both);
+    }
+}
+
+/// Where a gRPC server can listen.
+pub(crate) async fn listen() -> (SocketAddr, TcpIncoming) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    (listener.local_addr().unwrap(), TcpIncoming::from(listener))
+}
+
+/// A client of a health service, on a new connection.
+pub(crate) async fn connect(address: SocketAddr) -> HealthClient<Channel> {
+    let endpoint = Endpoint::try_from(format!("http://{address}")).unwrap();
+    HealthClient::new(endpoint.connect().await.unwrap())
 }
 
 /// A frame of HTTP/2 (RFC 9113, section 4.1).

@@ -32,7 +32,7 @@ impl Group {
              sentinel down-after-milliseconds {NAME} 500\n\
              sentinel failover-timeout {NAME} 3000\n"
         );
-        let sentinels = (0..3).map(|_| Server::sentinel(Flavour::Redis7, &config)).collect();
+        let sentinels = (0..3).map(|_| Server::sentinel_with(Flavour::Redis7, &config)).collect();
         let group = Self { servers, sentinels };
         // They get to know each other and the replicas by asking the primary.
         group.hurry("100", "100");
@@ -43,9 +43,12 @@ impl Group {
                     && field(sentinel, "flags") == "master"
             })
         });
-        let is_linked =
-            |server: &Server| server.info("master_link_status").as_deref() == Some("up");
-        wait_until("all replicas are linked", || group.servers[1..].iter().all(is_linked));
+        // A replica that was sent everything may still wait for what came afterwards.
+        let [primary, replicas @ ..] = &group.servers[..] else { unreachable!() };
+        primary.command(&["SET", "first", "1"]);
+        let has_it = |server: &Server| server.command(&["EXISTS", "first"]).number() == 1;
+        wait_until("replicas follow", || replicas.iter().all(has_it));
+        primary.command(&["DEL", "first"]);
         // As they would be.
         group.hurry("10000", "2000");
         group
@@ -92,7 +95,7 @@ impl Group {
 
 /// A sentinel that says who the primary is and asks nothing of it.
 pub(crate) fn quiet_sentinel_of(server: &Server) -> Server {
-    let sentinel = Server::sentinel(Flavour::Redis7, "");
+    let sentinel = Server::sentinel_with(Flavour::Redis7, "");
     for what in ["INFO-PERIOD", "PING-PERIOD", "PUBLISH-PERIOD"] {
         sentinel.command(&["SENTINEL", "DEBUG", what, "1000000000"]);
     }
@@ -103,6 +106,7 @@ pub(crate) fn quiet_sentinel_of(server: &Server) -> Server {
         let stats = server.command(&["INFO", "commandstats"]);
         ["info", "subscribe"].iter().all(|name| stats.text().contains(&format!("cmdstat_{name}:")))
     });
+    server.command(&["CONFIG", "RESETSTAT"]);
     sentinel
 }
 

@@ -1,6 +1,6 @@
 //! Real Redis and Valkey servers, each a process of its own that ends with the test.
 
-use super::{ms, secs};
+use super::{ms, secs, sentinels::quiet_sentinel_of};
 use std::{
     env,
     ffi::OsString,
@@ -9,10 +9,14 @@ use std::{
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::{self, Child, Command, Stdio},
-    sync::atomic::{AtomicU32, Ordering::Relaxed},
+    sync::{
+        OnceLock,
+        atomic::{AtomicU32, Ordering::Relaxed},
+    },
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
+use tokio::time::Instant;
 
 /// Which server. `tests/run.sh` installs them all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +53,8 @@ pub(crate) struct Server {
     dir: PathBuf,
     port: u16,
     process: Option<Child>,
+    /// One that names it, from when it is asked for.
+    sentinel: OnceLock<Box<Self>>,
 }
 
 impl Server {
@@ -61,15 +67,21 @@ impl Server {
         Self::launched(flavour, None, arguments)
     }
 
+    /// A sentinel that names it and does not disturb it.
+    pub(crate) fn sentinel(&self) -> &Self {
+        self.sentinel.get_or_init(|| Box::new(quiet_sentinel_of(self)))
+    }
+
     /// A sentinel, with lines of configuration.
-    pub(crate) fn sentinel(flavour: Flavour, config: &str) -> Self {
+    pub(crate) fn sentinel_with(flavour: Flavour, config: &str) -> Self {
         Self::launched(flavour, Some(config.to_owned()), &["--sentinel"])
     }
 
     fn launched(flavour: Flavour, config: Option<String>, arguments: &[&str]) -> Self {
         let arguments = arguments.iter().map(|&argument| argument.to_owned()).collect();
         let dir = env::temp_dir().join(format!("tollgate-{}-{}", process::id(), next()));
-        let mut server = Self { flavour, arguments, config, dir, port: next_port(), process: None };
+        let (port, process, sentinel) = (next_port(), None, OnceLock::new());
+        let mut server = Self { flavour, arguments, config, dir, port, process, sentinel };
         server.clear();
         while !server.launch() {
             server.port = next_port();
@@ -155,9 +167,17 @@ impl Server {
 
     /// A field of what it tells about itself, e.g. `used_memory`.
     pub(crate) fn info(&self, field: &str) -> Option<String> {
-        let info = self.command(&["INFO"]);
-        let mut fields = info.text().lines().filter_map(|line| line.split_once(':'));
+        let info = self.report("default");
+        let mut fields = info.lines().filter_map(|line| line.split_once(':'));
         fields.find(|(name, _)| *name == field).map(|(_, value)| value.to_owned())
+    }
+
+    /// What it tells about itself in a section. Sentinels have a server drop all who are connected to it
+    /// when its role changes; then it is asked again.
+    pub(crate) fn report(&self, section: &str) -> String {
+        let ask = || self.try_command(&["INFO", section], secs(10));
+        let report = ask().or_else(|_| ask()).expect("the server answers");
+        report.text().to_owned()
     }
 
     fn clear(&self) {

@@ -116,14 +116,17 @@ impl Cluster {
         }
     }
 
-    /// The node that has a slot. `None` if nobody knows.
+    /// The node that has a slot, or if nobody has told, one that will send elsewhere.
     pub(super) async fn owner(&self, slot: u16) -> Option<Arc<Node>> {
         let map = self.map();
         if let Some(node) = map.owner(slot) {
             return Some(node);
         }
         self.look(map.number).await;
-        self.map().owner(slot)
+        self.map().owner(slot).or_else(|| {
+            let nodes = self.nodes();
+            nodes.get(usize::from(slot) % nodes.len()).map(|(_, node)| node.clone())
+        })
     }
 
     /// All nodes that are known.
@@ -173,7 +176,7 @@ impl Cluster {
 
     fn install(&self, ranges: &[Range]) {
         let mut owners = vec![NOBODY; SLOTS_OF_CLUSTER.into()];
-        let mut nodes = Vec::new();
+        let mut nodes = Vec::<(String, Arc<Node>)>::new();
         for Range { first, last, address } in ranges {
             let Some(node) = self.node_at(address) else {
                 continue;
@@ -186,6 +189,17 @@ impl Cluster {
             owners[usize::from(*first)..=usize::from(*last)].fill(index as u16);
         }
         let mut map = self.map.lock();
+        // Whoever had a slot that nobody has at the moment will know more.
+        for (owner, before) in owners.iter_mut().zip(&map.owners) {
+            if let (NOBODY, Some(before)) = (*owner, map.nodes.get(usize::from(*before))) {
+                let known = nodes.iter().position(|(name, _)| *name == before.0);
+                let index = known.unwrap_or_else(|| {
+                    nodes.push(before.clone());
+                    nodes.len() - 1
+                });
+                *owner = index as u16;
+            }
+        }
         let number = map.number + 1;
         *map = Arc::new(Map { nodes, owners: owners.into(), number });
     }

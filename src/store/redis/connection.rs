@@ -52,7 +52,7 @@ pub(super) struct OwnPool {
 impl Source {
     pub(super) fn own(info: &ConnectionInfo, limits: &Limits) -> Result<Self, RedisError> {
         let (patience, size) = (limits.patience, limits.connections);
-        let way = Way::Straight(Client::open(with_settings(info))?);
+        let way = Way::Straight(Arc::new(Client::open(with_settings(info))?));
         Ok(Self::pool(way, patience, size))
     }
 
@@ -163,7 +163,7 @@ impl OwnPool {
             if pool.state().connections == 0 {
                 drop(self.pool.lock().take_if(elsewhere));
             }
-            StoreError::no_connection("no connection in time")
+            self.manager.way.hold_up()
         })
     }
 }
@@ -194,7 +194,7 @@ pub(super) struct Manager {
 /// How a server is found.
 #[derive(Clone)]
 enum Way {
-    Straight(Client),
+    Straight(Arc<Client>),
     #[cfg(feature = "sentinel")]
     Sentinels(Arc<Primary>),
 }
@@ -207,6 +207,17 @@ impl Way {
             #[cfg(feature = "sentinel")]
             Self::Sentinels(primary) => primary.look_again(),
         }
+    }
+
+    /// What it waits for who has waited for a connection in vain, as far as that is known.
+    fn hold_up(&self) -> StoreError {
+        #[cfg(feature = "sentinel")]
+        if let Self::Sentinels(primary) = self
+            && let Some(error) = primary.hold_up()
+        {
+            return error;
+        }
+        StoreError::no_connection("no connection in time")
     }
 
     /// Whether the next connection may be to another server than the last.
@@ -261,7 +272,7 @@ impl Connection {
     pub(super) async fn query(&mut self, command: &Cmd) -> Result<Value, StoreError> {
         self.begin();
         // A future that is dropped here leaves a reply behind, which the connection throws away.
-        let result = send(&mut self.inner, command).await;
+        let result = self.ask(command).await;
         self.note(&result);
         result
     }
@@ -298,6 +309,11 @@ impl Connection {
             }
             _ => self.unanswered = 0,
         }
+    }
+
+    /// Sends a command whose answer says nothing of the connection.
+    pub(super) async fn ask(&mut self, command: &Cmd) -> Result<Value, StoreError> {
+        send(&mut self.inner, command).await
     }
 }
 

@@ -339,11 +339,10 @@ impl Keeper {
         let leases = &self.node.leases;
         let (held, later) = {
             let mut book = leases.book.lock();
-            let of_entry = |(id, entry): (&LeaseId, &Entry)| {
-                let id = *id;
-                entry.slots.to_vec().into_iter().map(move |slots| (id, slots))
-            };
-            let held: Vec<_> = book.held.iter().flat_map(of_entry).collect();
+            let mut held = Vec::new();
+            for (id, entry) in &book.held {
+                held.extend(entry.slots.iter().map(|slots| (*id, *slots)));
+            }
             (held, mem::take(&mut book.ending_later))
         };
         leases.book.lock().end(later);

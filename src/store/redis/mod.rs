@@ -141,7 +141,7 @@ enum Given {
     Info(Box<Result<ConnectionInfo, redis::RedisError>>),
     Pool(Pool<RedisConnectionManager>),
     #[cfg(feature = "sentinel")]
-    Sentinels(sentinel::Given),
+    Sentinels(Box<sentinel::Given>),
     #[cfg(feature = "cluster")]
     Cluster(Vec<Result<ConnectionInfo, redis::RedisError>>),
 }
@@ -255,7 +255,7 @@ impl RedisStore {
         let sentinels =
             sentinels.into_iter().map(IntoConnectionInfo::into_connection_info).collect();
         let given = sentinel::Given { name: primary.into(), sentinels, primary: None };
-        RedisStoreBuilder::new(Given::Sentinels(given))
+        RedisStoreBuilder::new(Given::Sentinels(Box::new(given)))
     }
 
     /// Starts a store on a Redis Cluster, which is found through any of these nodes. They have the same
@@ -543,7 +543,7 @@ impl RedisStoreBuilder {
     pub fn primary(mut self, settings: impl IntoConnectionInfo) -> Self {
         let mut given = match self.source {
             Given::Sentinels(given) => given,
-            _ => sentinel::Given::default(),
+            _ => Box::default(),
         };
         given.primary = Some(settings.into_connection_info());
         self.source = Given::Sentinels(given);

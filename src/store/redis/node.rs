@@ -119,7 +119,7 @@ impl Node {
             match &mut lease {
                 Some(lease) if told.admitted => lease.hold(),
                 _ => {
-                    lease.take().map(Lease::refuse);
+                    lease.take().into_iter().for_each(Lease::refuse);
                 }
             }
             Ok::<_, StoreError>((told, lease))

@@ -22,8 +22,9 @@ pub(super) struct Sentinel {
 /// Sentinels are given so long to answer, at least, with the time to connect to them.
 const LEAST_PATIENCE: Duration = Duration::from_millis(500);
 
-/// When one has answered, the others are waited for so long at a time.
-const GRACE: Duration = Duration::from_millis(20);
+/// When one has answered, the others are waited for so long at a time. Only new connections take longer
+/// for it, while half of the sentinels or more are silent.
+const GRACE: Duration = Duration::from_millis(100);
 
 impl Sentinel {
     pub(super) fn new(client: Client) -> Self {
@@ -49,7 +50,7 @@ impl Sentinel {
     ) -> Result<Option<Address>, StoreError> {
         let mut command = cmd("SENTINEL");
         command.arg("GET-MASTER-ADDR-BY-NAME").arg(name);
-        let address = match connection.query(&command).await? {
+        let address = match connection.ask(&command).await? {
             Value::Nil => None,
             reply => {
                 let unreadable =

@@ -134,6 +134,12 @@ impl Primary {
         }
     }
 
+    /// Whether it is the sentinels that are waited for.
+    pub(super) fn hold_up(&self) -> Option<StoreError> {
+        let is_asking = self.last.try_lock().is_err();
+        is_asking.then(|| self.none("no sentinel has named one yet".to_owned()))
+    }
+
     async fn look(&self) {
         let Ok(address) = self.find().await else { return };
         if self.reign.borrow().address.as_ref() != Some(&address) {
@@ -161,7 +167,7 @@ impl Primary {
     async fn connect_to(&self, address: &Address) -> Result<Connection, StoreError> {
         let client = Client::open(self.settings_for(address))?;
         let mut connection = Connection::open(&client, self.patience).await?;
-        let role = match connection.query(&cmd("ROLE")).await {
+        let role = match connection.ask(&cmd("ROLE")).await {
             Ok(role) => role,
             // Whoever may not ask finds out by READONLY.
             Err(StoreError::Refused { code, .. }) if code == "NOPERM" => return Ok(connection),
