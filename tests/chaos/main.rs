@@ -31,12 +31,12 @@ use support::{ms, secs};
 use topology::Kind;
 
 /// Each round has servers, a stack and traffic of its own.
-const ROUND: Duration = secs(7);
+const ROUND: Duration = secs(6);
 
 #[test]
 fn limits_hold_and_nobody_waits_while_everything_fails() {
     let seed = number("TOLLGATE_CHAOS_SEED").unwrap_or_else(|| RandomState::new().hash_one("seed"));
-    let length = secs(number("TOLLGATE_CHAOS_SECONDS").unwrap_or(20));
+    let length = secs(number("TOLLGATE_CHAOS_SECONDS").unwrap_or(24));
     println!("TOLLGATE_CHAOS_SEED={seed} TOLLGATE_CHAOS_SECONDS={}", length.as_secs());
     let (mut figures, mut dice) = (Figures::default(), Dice::of(seed, &[]));
     let only = number("TOLLGATE_CHAOS_ROUND");

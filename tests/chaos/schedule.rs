@@ -101,13 +101,17 @@ pub(crate) fn schedule(dice: &mut Dice, kind: Kind, instances: u64, length: Dura
         at += dice.ms_within(50..700);
         let fault = choice.any_fault(dice);
         let lasts = choice.any_length(dice, fault);
-        let busy: Vec<&mut Duration> = match fault.touches() {
-            Touches::Server(server) => vec![&mut servers_busy[server as usize]],
-            Touches::AllServers => servers_busy.iter_mut().collect(),
-            Touches::Instance(instance) => vec![&mut instances_busy[instance as usize]],
-            Touches::AllInstances => instances_busy.iter_mut().collect(),
+        let (busy, waits): (Vec<&mut Duration>, _) = match fault.touches() {
+            Touches::Server(server) => (vec![&mut servers_busy[server as usize]], false),
+            Touches::AllServers => (servers_busy.iter_mut().collect(), true),
+            Touches::Instance(instance) => (vec![&mut instances_busy[instance as usize]], false),
+            Touches::AllInstances => (instances_busy.iter_mut().collect(), true),
         };
-        at = busy.iter().map(|until| **until).fold(at, Duration::max);
+        let free_at = busy.iter().map(|until| **until).max().unwrap_or_default();
+        if !waits && free_at > at {
+            continue;
+        }
+        at = at.max(free_at);
         if at + lasts + LAST > length {
             return steps;
         }
@@ -248,7 +252,7 @@ impl Choice {
         let long = dice.ms_within(900..2_500);
         match fault {
             // For as long as those take who have to agree on another one.
-            Fault::FailOver | Fault::KillPrimary { .. } => secs(4),
+            Fault::FailOver | Fault::KillPrimary { .. } => secs(3),
             // Those who say nothing for longer lose their slots to their replicas.
             Fault::Pause { .. } if self.kind == Kind::Cluster => short,
             _ if dice.once_in(5) => long,
