@@ -556,7 +556,9 @@ mod tests {
     fn a_decision_of_another_time_is_found() {
         let mut evidence = evidence(LIMITS[0]);
         let admission = admission(SERVERS, 0);
-        evidence.admissions.push(Admission { time_us: admission.time_us + 2_000, ..admission });
+        evidence
+            .admissions
+            .push(Admission { time_us: admission.time_us + 2 * CLOCKS_US, ..admission });
         assert!(evidence.check().is_err());
     }
 

@@ -24,6 +24,8 @@ fn builder(server: &Server) -> RedisStoreBuilder {
     match env!("CARGO_CRATE_NAME") {
         #[cfg(feature = "sentinel")]
         "redis_by_sentinel" => RedisStore::sentinel([server.sentinel().url()], sentinels::NAME),
+        #[cfg(feature = "cluster")]
+        "redis_by_cluster" => RedisStore::cluster([server.url()]),
         _ => RedisStore::builder(server.url()),
     }
 }

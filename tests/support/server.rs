@@ -204,6 +204,7 @@ impl Server {
             .arg(&self.dir)
             .arg("--unixsocket")
             .arg(self.unix_path())
+            .args(if is_cluster() { &["--cluster-enabled", "yes"][..] } else { &[] })
             .args(&self.arguments)
             .stdin(Stdio::null())
             .stdout(output.try_clone().unwrap())
@@ -215,6 +216,7 @@ impl Server {
         self.process = Some(process);
         for _ in 0..2000 {
             if self.answers() {
+                self.found_cluster();
                 return true;
             }
             if self.ended() {
@@ -229,6 +231,20 @@ impl Server {
             path.display()
         );
         false
+    }
+
+    /// Makes it a cluster of one, where that is asked for.
+    fn found_cluster(&self) {
+        if !is_cluster() || self.config.is_some() {
+            return;
+        }
+        let mut command = vec!["CLUSTER".to_owned(), "ADDSLOTS".to_owned()];
+        command.extend((0..16_384).map(|slot: u16| slot.to_string()));
+        // With its data it has kept its slots, too.
+        self.command(&command);
+        wait_until("the cluster is well", || {
+            self.command(&["CLUSTER", "INFO"]).text().contains("cluster_state:ok")
+        });
     }
 
     fn ended(&mut self) -> bool {
@@ -262,6 +278,11 @@ pub(crate) fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
         assert!(start.elapsed() < secs(40), "it does not come true: {what}");
         thread::sleep(ms(10));
     }
+}
+
+/// Whether servers are clusters of one, in a test crate that has the tests of another one.
+pub(crate) const fn is_cluster() -> bool {
+    matches!(env!("CARGO_CRATE_NAME").as_bytes(), b"redis_by_cluster")
 }
 
 /// Sends a process a signal, e.g. `STOP`.
