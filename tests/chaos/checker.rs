@@ -525,7 +525,7 @@ mod tests {
     #[test]
     fn an_instance_alone_has_its_share_beside_the_servers() {
         for law in LIMITS {
-            let share = if let Law::WindowFromFirstHit { .. } = law { 2 * (4 / 4) } else { 8 / 4 };
+            let share = if let Law::WindowFromFirstHit { .. } = law { 2 } else { 8 / 4 };
             let with_servers = || {
                 let mut evidence = evidence(law);
                 evidence.admissions.extend([admission(SERVERS, 0); 8]);
