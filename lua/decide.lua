@@ -24,7 +24,7 @@ read_identities(identities_count)
 -- Charges what there is room for.
 local function charge(key, rule, cost, after, lease)
   if cost == 0 then return end
-  if rule.held then return rule:charge(key, cost, lease) end
+  if rule.sets then return rule:charge(key, cost, lease) end
   if after then rule.states[key] = after else rule:charge(key, cost) end
   changed[key] = true
   if kept then change(key, rule) end

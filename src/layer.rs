@@ -101,7 +101,9 @@ impl RateLimitLayer {
     ///
     /// # Errors
     ///
-    /// [`BuildError::CannotWait`] if a policy holds requests back: interceptors cannot wait.
+    /// [`BuildError::CannotWait`] if a policy holds requests back, [`BuildError::CannotAsk`] if the state is
+    /// in Redis, for interceptors cannot wait; and [`BuildError::CannotHold`] if a policy or load shedder
+    /// counts calls in flight, for they do not see when a call is over.
     #[cfg(feature = "tonic")]
     #[cfg_attr(docsrs, doc(cfg(feature = "tonic")))]
     pub fn interceptor(&self) -> Result<crate::RateLimitInterceptor, BuildError> {

@@ -79,7 +79,8 @@
 //! tower's `RateLimit` has one budget for all callers, is not `Clone`, and waits in `poll_ready`.
 //! tollgate counts by key, shares its state between clones, and sheds: it is always as ready as the
 //! inner service, and a request over the limit is answered at once. Only a
-//! [leaky bucket with a maximum delay](Policy::max_delay) holds requests back.
+//! [leaky bucket with a maximum delay](Policy::max_delay) and a concurrency limit with a
+//! [queue](Policy::queue) hold requests back.
 //!
 //! # Features
 //!

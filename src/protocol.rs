@@ -132,7 +132,7 @@ impl fmt::Debug for HttpLimits {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CallError<E> {
     /// The call was turned away; the inner service was not called. The request is gone: whoever
-    /// wants to send it again later keeps a copy, or asks [`Limiter::ready`](crate::Limiter::ready)
+    /// wants to send it again later keeps a copy, or asks [`Limiter::acquire`](crate::Limiter::acquire)
     /// before the call.
     Rejected(Box<Rejection>),
     /// The inner service failed.

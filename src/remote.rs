@@ -368,7 +368,10 @@ impl Remote {
             let policy = &self.slots[slot.policy as usize];
             match policy.failure_mode {
                 FailureMode::Closed => return Err(policy.name),
-                FailureMode::Open => rest.uncounted.push(*slot),
+                FailureMode::Open => {
+                    let cost = slot.cost.min(slot.limit);
+                    rest.uncounted.push(Slot { cost, ..*slot });
+                }
                 FailureMode::Local => {
                     let limit = match slot.limit / u64::from(self.store.instances()) {
                         // Whoever may have one at all may have it everywhere.

@@ -910,3 +910,16 @@ fn a_limit_is_spread_over_no_more_parts_than_it_has_units() {
         assert!(error.to_string().contains("one unit at least"));
     }
 }
+
+#[test]
+fn whoever_is_exempt_from_a_limit_is_exempt_from_all_its_parts() {
+    let policy =
+        Policy::token_bucket("p", Quota::per_hour(4)).spread(4).exempt([Key::from("root")]);
+    let limiter =
+        Limiter::<str>::builder().key(|user: &str| Key::from(user)).policy(policy).build().unwrap();
+    for _ in 0..20 {
+        assert!(limiter.check("root").unwrap().outcomes().is_empty());
+    }
+    let admitted = (0..20).filter(|_| limiter.check("user").is_ok()).count();
+    assert_eq!(admitted, 4);
+}

@@ -357,6 +357,43 @@ async fn weights_are_counted_up_to_what_a_lease_can_hold() {
 }
 
 #[tokio::test]
+async fn what_is_free_holds_nothing_however_long_it_takes() {
+    let server = redis();
+    let store = patient(&server).lease(ms(300)).build().unwrap();
+    let policy = Policy::concurrency("slots", 1).cost(|user: &str| u64::from(user != "free"));
+    let limiter = users(&store, [policy.key(|_: &str| Key::from("everybody"))]);
+    let (_, _free) = limiter.acquire("free").await.unwrap();
+    let (_, _taken) = limiter.acquire("user").await.unwrap();
+    let before = calls_of(&server, "evalsha");
+    until("it was renewed", async || calls_of(&server, "evalsha") > before + 3).await;
+    assert_eq!(held_on(&server), 1);
+    assert_eq!((store.leases().held, store.leases().lost), (1, 0));
+}
+
+/// Requests for the same slots may have different limits, also those that go in one call.
+#[tokio::test]
+async fn the_same_slots_by_different_limits_are_counted_together() {
+    for flavour in Flavour::ALL {
+        let server = Server::start(flavour);
+        let store = patient(&server).build().unwrap();
+        let limit = |user: &str| Some(if user == "critical" { 10 } else { 8 });
+        let policy = Policy::concurrency("slots", 1).limit_for(limit);
+        let limiter = users(&store, [policy.key(|_: &str| Key::from("everybody"))]);
+        let mut crowd = JoinSet::new();
+        for number in 0..100 {
+            let limiter = limiter.clone();
+            let user = if number % 2 == 0 { "critical" } else { "other" };
+            crowd.spawn(async move { (user, limiter.acquire(user).await.ok()) });
+        }
+        let admitted: Vec<_> =
+            crowd.join_all().await.into_iter().filter(|(_, admitted)| admitted.is_some()).collect();
+        assert_eq!(admitted.len(), 10, "{flavour:?}");
+        assert!(admitted.iter().filter(|(user, _)| *user == "other").count() <= 8);
+        assert_eq!(held_on(&server), 10);
+    }
+}
+
+#[tokio::test]
 async fn slots_per_instance_are_not_asked_for_elsewhere() {
     let server = redis();
     let stores = [(); 2].map(|()| patient(&server).build().unwrap());
@@ -461,8 +498,14 @@ async fn failure_modes_are_those_of_each_policy() {
     assert_eq!(closed.in_flight("own"), Some(0));
     let permits = [open.acquire("user").await.unwrap().1, open.acquire("user").await.unwrap().1];
     assert_eq!(open.in_flight("open"), Some(2));
-    drop(permits);
-    assert_eq!(open.in_flight("open"), Some(0));
+    // Whatever it costs.
+    let cost = |_: &str| u64::MAX;
+    let policy = Policy::concurrency("dear", 3).cost(cost).on_store_failure(FailureMode::Open);
+    let dear = users(&store, [policy]);
+    let many = [dear.acquire("user").await.unwrap().1, dear.acquire("user").await.unwrap().1];
+    assert_eq!(dear.in_flight("dear"), Some(6));
+    drop((permits, many));
+    assert_eq!((open.in_flight("open"), dear.in_flight("dear")), (Some(0), Some(0)));
     // Who may have one at all may have one here.
     let (_, _permit) = one.acquire("user").await.unwrap();
     assert_eq!(one.acquire("user").await.unwrap_err().reason(), &Reason::Limited);

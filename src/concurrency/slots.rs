@@ -102,6 +102,15 @@ impl Slots {
         }
     }
 
+    /// Gives slots that somebody waits for the limits that are found by now.
+    pub(crate) fn bring_to_date(&self, slots: &mut [Slot]) {
+        for slot in slots {
+            if let Limit::Adaptive(adaptive) = &self.plan(slot.policy).limit {
+                slot.limit = adaptive.limit();
+            }
+        }
+    }
+
     /// Limits that are found by latency may have to be looked at even if nothing is answered.
     pub(crate) fn at(&self, now_us: u64) {
         self.adaptive.iter().for_each(|(_, adaptive)| {
@@ -262,7 +271,7 @@ impl Take for Shard {
             return self.get(&slot.id()).map_or(0, |held| held.taken);
         }
         let held = self.entry(slot.id()).or_default();
-        held.taken += slot.cost;
+        held.taken = held.taken.saturating_add(slot.cost);
         held.taken
     }
 }
@@ -341,6 +350,11 @@ impl Place {
     /// Whether it is one in the line for this slot.
     pub(crate) fn is_for(&self, slot: &Slot) -> bool {
         self.slot.id() == slot.id()
+    }
+
+    /// Whether the limit may be another one later.
+    pub(crate) fn has_moving_limit(&self) -> bool {
+        matches!(self.slots.plan(self.slot.policy).limit, Limit::Adaptive(_))
     }
 
     /// Waits to be called, which those are who are first in line when there may be a slot for them.

@@ -169,7 +169,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
             Mode::Peek => self.look_here(&bill, outcomes),
         };
         let stood_in = stood_in?;
-        if let Some(held) = held {
+        if let Some(held) = held.as_mut().filter(|_| mode == Mode::Charge) {
             held.take_anyway(&uncounted);
         }
         Ok(stood_in)

@@ -100,7 +100,8 @@ struct Acquired {
     held: Option<Held>,
 }
 
-/// How often those who wait for a slot that others may release elsewhere look again.
+/// How often those who wait for a slot look again, where others may release it elsewhere, or the limit may
+/// grow.
 const LOOK_AGAIN_US: u64 = 25_000;
 
 impl<R: ?Sized + 'static> Limiter<R> {
@@ -454,7 +455,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         for outcome in rejection.outcomes.iter().filter(|outcome| !outcome.is_admitted()) {
             let of_outcome = |slot: &&Slot| slots.plan(slot.policy).name == outcome.policy;
             let slot = bill.slots.iter().find(of_outcome)?;
-            if outcome.verdict != Verdict::Full {
+            if outcome.verdict != Verdict::Full || slots.plan(slot.policy).queue.is_none() {
                 return None;
             }
             full = full.or(Some(slot));
@@ -470,13 +471,16 @@ impl<R: ?Sized + 'static> Limiter<R> {
     async fn wait_for_slots(
         self,
         mut place: Place,
-        bill: Bill,
+        mut bill: Bill,
         outcomes: Outcomes,
         mut rejection: Rejection,
     ) -> Result<Admitted, Rejection> {
         loop {
             if !self.called(&mut place).await {
                 return Err(rejection);
+            }
+            if let Some(slots) = &self.shared.slots {
+                slots.bring_to_date(&mut bill.slots);
             }
             let again = (bill.clone(), outcomes.clone());
             rejection = match self.decide_again(again, &place).await {
@@ -492,7 +496,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
 
     /// Waits to be called to look again for a slot. False if the time for that is up.
     async fn called(&self, place: &mut Place) -> bool {
-        let mut look_again = self.asks_elsewhere().then(|| self.shared.clock.sleep(LOOK_AGAIN_US));
+        let looks_again = self.asks_elsewhere() || place.has_moving_limit();
+        let mut look_again = looks_again.then(|| self.shared.clock.sleep(LOOK_AGAIN_US));
         poll_fn(|cx| {
             if place.poll_called(cx).is_ready() {
                 return Poll::Ready(true);

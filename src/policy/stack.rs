@@ -87,14 +87,14 @@ struct Space<R: ?Sized> {
 }
 
 impl<R: ?Sized> Space<R> {
-    fn find_key(&self, request: &R, secret: &Secret) -> Result<Fingerprint, KeyError> {
-        let found = self.extractor.find_key(request, secret)?;
+    /// One of the parts of a key that this is counted in, in turns.
+    fn part_of(&self, found: Fingerprint) -> Fingerprint {
         if self.parts == 1 {
-            return Ok(found);
+            return found;
         }
         let part = self.next_part.fetch_add(1, Relaxed) % self.parts;
         // Fingerprints are random: that of a part is no other key's, as that of a key is not.
-        Ok(Fingerprint { lower: found.lower ^ u64::from(part), ..found })
+        Fingerprint { lower: found.lower ^ u64::from(part), ..found }
     }
 }
 
@@ -366,7 +366,7 @@ impl<R: ?Sized + 'static> Stack<R> {
                     continue;
                 }
                 if key.is_none() && missing.is_none() {
-                    match space.find_key(request, &self.secret) {
+                    match space.extractor.find_key(request, &self.secret) {
                         Ok(found) => key = Some(found),
                         Err(error) => missing = Some(error),
                     }
@@ -380,14 +380,19 @@ impl<R: ?Sized + 'static> Stack<R> {
                 };
                 match (&entry.limit, terms) {
                     (EntryLimit::Rate { charge, .. }, None) => {
+                        let fingerprint = space.part_of(fingerprint);
                         bill.charges.push(Charge { fingerprint, ..*charge });
                         outcomes.push(Outcome::open(entry.name, entry.allotment, 1));
                     }
                     (EntryLimit::InFlight { limit, slot, .. }, None) => {
+                        let fingerprint = space.part_of(fingerprint);
                         bill.slots.push(Slot { fingerprint, limit: limit.now(), ..*slot });
                     }
                     (_, Some(terms)) => {
-                        entry.charge_on(terms, request, fingerprint, bill, outcomes)?;
+                        if !terms.exempt.contains(&fingerprint) {
+                            let fingerprint = space.part_of(fingerprint);
+                            entry.charge_on(terms, request, fingerprint, bill, outcomes)?;
+                        }
                     }
                 }
             }
@@ -461,9 +466,6 @@ impl<R: ?Sized> Entry<R> {
         bill: &mut Bill,
         outcomes: &mut Outcomes,
     ) -> Result<(), Box<Reason>> {
-        if terms.exempt.contains(&fingerprint) {
-            return Ok(());
-        }
         let cost = terms.cost(request);
         match &self.limit {
             EntryLimit::InFlight { limit, slot, .. } => {

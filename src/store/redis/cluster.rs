@@ -137,13 +137,19 @@ impl Cluster {
 
     /// Looks for the slots in the background.
     pub(super) fn look_again(&self) {
-        if self.clock.now_us() < self.next_look_us.load(Relaxed) {
+        if self.has_looked(self.clock.now_us()) {
             return;
         }
         if let Some(cluster) = self.this.upgrade() {
             let known = self.map().number;
             Handle::current().spawn(async move { cluster.look(known).await });
         }
+    }
+
+    /// Whether somebody has looked for them just now.
+    fn has_looked(&self, now_us: u64) -> bool {
+        // A clock that was put back must not keep anybody from looking.
+        (1..=LOOK_EVERY_US).contains(&self.next_look_us.load(Relaxed).saturating_sub(now_us))
     }
 
     /// Asks who has which slot, unless somebody else has just done so.
@@ -153,7 +159,7 @@ impl Cluster {
             return;
         };
         let now_us = self.clock.now_us();
-        if self.map().number != known || now_us < self.next_look_us.load(Relaxed) {
+        if self.map().number != known || self.has_looked(now_us) {
             return;
         }
         self.next_look_us.store(now_us + LOOK_EVERY_US, Relaxed);
@@ -228,6 +234,10 @@ impl Cluster {
     fn moved(&self, slot: u16, address: &str) -> Option<Arc<Node>> {
         let node = self.node_at(address)?;
         let mut map = self.map.lock();
+        if map.nodes.get(usize::from(map.owners[usize::from(slot)])).is_some_and(|o| o.0 == address)
+        {
+            return map.owner(slot);
+        }
         let mut nodes = map.nodes.clone();
         let known = nodes.iter().position(|(name, _)| name == address);
         let index = known.unwrap_or_else(|| {
@@ -254,7 +264,12 @@ impl Cluster {
         push_args: &impl Fn(&mut Cmd),
     ) -> Result<Value, StoreError> {
         let mut pause = PAUSE;
-        loop {
+        for number in 0_u32.. {
+            if number > 1 || error.redirect() == Some(Redirect::TryAgain) {
+                // The keys, or the news of where they are, are on their way.
+                sleep(pause).await;
+                pause *= 2;
+            }
             let lost = || StoreError::no_connection("nobody knows who has the slot");
             let result = match error.redirect() {
                 None => return Err(error),
@@ -267,8 +282,6 @@ impl Cluster {
                     node.server.run_asking(script, push_args).await
                 }
                 Some(Redirect::TryAgain) => {
-                    sleep(pause).await;
-                    pause *= 2;
                     let node = self.owner(slot).await.ok_or_else(lost)?;
                     node.server.run(script, push_args).await
                 }
@@ -278,6 +291,7 @@ impl Cluster {
                 result => return result,
             }
         }
+        Err(error)
     }
 
     /// A hash tag whose slot is a node's.

@@ -99,6 +99,12 @@ impl Ask {
         Self { prefix, charges, peeks, lease: None, ended: Vec::new() }
     }
 
+    /// How much it gives the server to do, as charges and members of sets.
+    pub(super) fn weight(&self) -> usize {
+        let slots = self.slots().map(|(_, (_, slots))| slots as usize).sum::<usize>();
+        self.charges.len() + slots
+    }
+
     /// The slot of a cluster that all of it is in.
     pub(super) fn slot(&self) -> u16 {
         self.charges.first().map_or(0, |charge| slot_of(charge.fingerprint))
@@ -107,8 +113,9 @@ impl Ask {
     /// The slots that it asks for, each with the index of the charge.
     pub(super) fn slots(&self) -> impl Iterator<Item = (usize, HeldSlots)> {
         let charges = self.charges.iter().enumerate();
-        let is_leased =
-            |charge: &AskedCharge| charge.rule.bytes[0] == SLOTS && charge.cost <= MOST_LEASED;
+        let is_leased = |charge: &AskedCharge| {
+            charge.rule.bytes[0] == SLOTS && (1..=MOST_LEASED).contains(&charge.cost)
+        };
         charges.filter(move |(_, charge)| is_leased(charge)).map(|(index, charge)| {
             let AskedCharge { fingerprint, rule, cost } = charge;
             let set = SlotSet { fingerprint: *fingerprint, policy: rule.policy };

@@ -49,7 +49,8 @@ pub(super) struct Limits {
     pub(super) by_slot: bool,
 }
 
-/// A call has no more charges than this: the script holds so many keys at a time.
+/// A call has no more charges and slots than this, unless one request has: the script holds so many keys
+/// at a time.
 const MOST_CHARGES: usize = 1_500;
 
 #[derive(Debug, Default)]
@@ -218,7 +219,7 @@ impl Queue {
             if waiting.answer.is_closed() {
                 continue;
             }
-            charges += waiting.ask.charges.len();
+            charges += waiting.ask.weight();
             if charges > MOST_CHARGES && !batch.is_empty() {
                 self.waiting.push_front(waiting);
                 break;

@@ -1,20 +1,17 @@
 //! Leases: slots in Redis that requests of this instance hold.
 //!
 //! A lease is taken by the call that decides its request. A task makes all of them last, in batches, for as
-//! long as their requests take, and ends them when those are over. A request that is over only leaves a
-//! note, so it needs no runtime and never waits. If this process dies, its leases run out.
+//! long as their requests take, and ends them when those are over (`keeper.rs`). A request that is over only
+//! leaves a note, so it needs no runtime and never waits. If this process dies, its leases run out.
 
 use super::{
-    codec::{self, Ask, HeldSlots, LeaseId, SlotSet},
-    error::StoreError,
+    codec::{Ask, HeldSlots, LeaseId, SlotSet},
+    keeper::Keeper,
     node::Node,
-    scripts::LEASES,
 };
-use futures_util::future::join_all;
 use parking_lot::Mutex;
-use redis::Value;
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::HashMap,
     fmt,
     hash::{BuildHasher, RandomState},
     mem,
@@ -24,11 +21,7 @@ use std::{
     },
     time::Duration,
 };
-use tokio::{
-    runtime::Handle,
-    sync::Notify,
-    time::{Instant, sleep, timeout_at},
-};
+use tokio::{runtime::Handle, sync::Notify, time::Instant};
 
 /// How the leases of an instance are doing, see
 /// [`RedisStore::leases`](super::RedisStore::leases).
@@ -55,47 +48,55 @@ impl LeaseHealth {
 }
 
 pub(super) struct Leases {
-    length: Duration,
+    pub(super) length: Duration,
     /// What ids are made from.
     seed: RandomState,
     last_id: AtomicU64,
-    book: Mutex<Book>,
+    pub(super) book: Mutex<Book>,
     /// Told when there is something to end.
-    ended: Notify,
-    lost: AtomicU64,
+    pub(super) ended: Notify,
+    pub(super) lost: AtomicU64,
 }
 
+/// What is known of the leases of this instance on one node.
 #[derive(Default)]
-struct Book {
-    held: HashMap<LeaseId, Entry>,
+pub(super) struct Book {
+    pub(super) held: HashMap<LeaseId, Entry>,
     /// What is to end.
-    ending: Ending,
+    pub(super) ending: Ending,
     /// What the server is being told of.
     leaving: Ending,
     /// What may have been taken after it was ended, and so is to end once more.
-    ending_later: Vec<(LeaseId, HeldSlots)>,
-    is_kept: bool,
+    pub(super) ending_later: Vec<Ended>,
+    /// Who keeps the leases, and when that was last heard of.
+    keeper: Option<(u64, Instant)>,
+    last_keeper: u64,
 }
 
-/// Leases that are over, with how many slots each held.
-type Ending = HashMap<SlotSet, Vec<(LeaseId, u64)>>;
+type Ending = HashMap<SlotSet, Vec<Ended>>;
 
-struct Entry {
-    slots: Box<[HeldSlots]>,
-    was_lost: Arc<AtomicBool>,
+/// A lease that is over.
+#[derive(Clone, Copy)]
+pub(super) struct Ended {
+    pub(super) id: LeaseId,
+    pub(super) slots: HeldSlots,
+    /// When it was over at the latest.
+    since: Instant,
 }
 
-/// The most leases in a call: the server does nothing else meanwhile.
-const BATCH: usize = 500;
+pub(super) struct Entry {
+    pub(super) slots: Box<[HeldSlots]>,
+    pub(super) was_lost: Arc<AtomicBool>,
+}
 
-/// The most leases that a request ends in passing.
+/// The most leases in a call, and the most slots, but for those of one lease: the server does nothing
+/// else meanwhile.
+pub(super) const BATCH: usize = 500;
+pub(super) const BATCH_SLOTS: u64 = 5_000;
+
+/// The most leases of a set that a request ends in passing, and of all its sets.
 const IN_PASSING: usize = 16;
-
-/// How often leases are made to last within the length of one.
-const RENEWALS: u32 = 3;
-
-/// How soon a call that failed is made again.
-const PAUSE: Duration = Duration::from_millis(100);
+const IN_PASSING_IN_ALL: usize = 255;
 
 impl Leases {
     pub(super) fn new(length: Duration) -> Self {
@@ -114,7 +115,7 @@ impl Leases {
     }
 
     /// An id that nobody else has: a keyed hash of a count, under a key of the process's own.
-    pub(super) fn new_id(&self) -> LeaseId {
+    fn new_id(&self) -> LeaseId {
         let number = self.last_id.fetch_add(1, Relaxed);
         let mut id = [0; 16];
         for (half, bytes) in id.chunks_exact_mut(8).enumerate() {
@@ -132,18 +133,13 @@ impl Leases {
         let mut book = this.book.lock();
         let mut ended = Vec::new();
         for (charge, (set, _)) in &slots {
+            let room = |ask: &Ask| IN_PASSING.min(IN_PASSING_IN_ALL - ask.ended.len());
             // What is on its way already may arrive later than this.
-            let leaving = book.leaving.get(set).into_iter().flatten().take(IN_PASSING);
-            ask.ended.extend(leaving.map(|(id, slots)| (*charge, *id, *slots)));
-            if let Some(ending) = book.ending.get_mut(set) {
-                let rest = ending.split_off(ending.len().min(IN_PASSING));
-                let taken = mem::replace(ending, rest);
-                if ending.is_empty() {
-                    book.ending.remove(set);
-                }
-                ask.ended.extend(taken.iter().map(|(id, slots)| (*charge, *id, *slots)));
-                ended.extend(taken.into_iter().map(|(id, slots)| (id, (*set, slots))));
-            }
+            let leaving = book.leaving.get(set).into_iter().flatten().take(room(ask));
+            ask.ended.extend(leaving.map(|ended| (*charge, ended.id, ended.slots.1)));
+            let taken = book.take(*set, room(ask));
+            ask.ended.extend(taken.iter().map(|ended| (*charge, ended.id, ended.slots.1)));
+            ended.extend(taken);
         }
         drop(book);
         ask.lease = Some(id);
@@ -162,24 +158,99 @@ impl Leases {
     }
 }
 
+impl Ended {
+    pub(super) fn now(id: LeaseId, slots: HeldSlots) -> Self {
+        Self { id, slots, since: Instant::now() }
+    }
+}
+
 impl Book {
+    pub(super) fn end(&mut self, leases: impl IntoIterator<Item = Ended>) {
+        for ended in leases {
+            self.ending.entry(ended.slots.0).or_default().push(ended);
+        }
+    }
+
+    /// The first so many of those of a set that are to end.
+    fn take(&mut self, set: SlotSet, most: usize) -> Vec<Ended> {
+        let Some(ending) = self.ending.get_mut(&set) else {
+            return Vec::new();
+        };
+        let rest = ending.split_off(ending.len().min(most));
+        let taken = mem::replace(ending, rest);
+        if ending.is_empty() {
+            self.ending.remove(&set);
+        }
+        taken
+    }
+
     /// What the server is to be told of next.
-    fn next_to_end(&mut self) -> Vec<(LeaseId, HeldSlots)> {
-        let mut batch = Vec::new();
+    pub(super) fn next_to_end(&mut self) -> Vec<Ended> {
+        let (mut batch, mut slots) = (Vec::new(), 0);
         while batch.len() < BATCH
-            && let Some(set) = self.ending.keys().next().copied()
+            && slots < BATCH_SLOTS
+            && let Some((set, ending)) = self.ending.iter().next()
         {
-            let leases = self.ending.remove(&set).unwrap_or_default();
-            batch.extend(leases.iter().map(|(id, slots)| (*id, (set, *slots))));
-            self.leaving.insert(set, leases);
+            let (set, mut most) = (*set, 0);
+            for ended in ending.iter().take(BATCH - batch.len()) {
+                if slots >= BATCH_SLOTS {
+                    break;
+                }
+                slots += ended.slots.1;
+                most += 1;
+            }
+            let taken = self.take(set, most);
+            batch.extend_from_slice(&taken);
+            self.leaving.entry(set).or_default().extend(taken);
         }
         batch
     }
 
-    fn end(&mut self, leases: impl IntoIterator<Item = (LeaseId, HeldSlots)>) {
-        for (id, (set, slots)) in leases {
-            self.ending.entry(set).or_default().push((id, slots));
+    /// The server has been told, but of those that failed.
+    pub(super) fn told(&mut self, failed: Vec<Ended>) {
+        self.leaving.clear();
+        self.end(failed);
+    }
+
+    /// Nobody tells the server any more.
+    pub(super) fn untold(&mut self) {
+        let leaving = mem::take(&mut self.leaving);
+        self.end(leaving.into_values().flatten());
+    }
+
+    /// Forgets what has run out by itself, for it was over so long ago.
+    pub(super) fn forget(&mut self, length: Duration) {
+        self.ending.retain(|_, ending| {
+            ending.retain(|ended| ended.since.elapsed() <= length);
+            !ending.is_empty()
+        });
+        self.ending_later.retain(|ended| ended.since.elapsed() <= length);
+    }
+
+    /// The keeper is still there. False if another one has taken its place.
+    pub(super) fn beat(&mut self, number: u64) -> bool {
+        let is_keeper = self.keeper.is_some_and(|(keeper, _)| keeper == number);
+        if is_keeper {
+            self.keeper = Some((number, Instant::now()));
         }
+        is_keeper
+    }
+
+    /// The keeper goes.
+    pub(super) fn leave(&mut self, number: u64) {
+        if self.beat(number) {
+            self.keeper = None;
+        }
+    }
+
+    /// The number of a new keeper, if there is none, or none that was heard of for so long.
+    fn hire(&mut self, patience: Duration) -> Option<u64> {
+        if self.keeper.is_some_and(|(_, beat)| beat.elapsed() < patience) {
+            return None;
+        }
+        self.last_keeper += 1;
+        self.keeper = Some((self.last_keeper, Instant::now()));
+        Some(self.last_keeper)
     }
 }
 
@@ -195,7 +266,7 @@ enum Stage {
     /// The server may or may not have given them, and ended others.
     Asked {
         slots: Box<[HeldSlots]>,
-        ended: Vec<(LeaseId, HeldSlots)>,
+        ended: Vec<Ended>,
     },
     Held,
     Refused,
@@ -221,18 +292,17 @@ impl Lease {
         self.was_lost.load(Relaxed)
     }
 
-    /// Sees to it that somebody keeps the leases, if there is a runtime to do so.
+    /// Sees to it that somebody keeps the leases, if there is a runtime to do so. The runtime of whoever
+    /// does so now may not be driven any more.
     fn keep(&self) {
         let Ok(runtime) = Handle::try_current() else {
             return;
         };
-        let mut book = self.node.leases.book.lock();
-        if !mem::replace(&mut book.is_kept, true) {
-            drop(book);
+        let patience = 2 * (self.node.leases.length + self.node.deadline);
+        let hired = self.node.leases.book.lock().hire(patience);
+        if let Some(number) = hired {
             // A runtime that is shut down drops the task here and now.
-            runtime.spawn(
-                Keeper { node: self.node.clone(), failing_since: None, is_done: false }.run(),
-            );
+            runtime.spawn(Keeper::new(self.node.clone(), number).run());
         }
     }
 }
@@ -244,11 +314,11 @@ impl Drop for Lease {
         match mem::replace(&mut self.stage, Stage::Refused) {
             Stage::Held => {
                 if let Some(entry) = book.held.remove(&self.id) {
-                    book.end(entry.slots.iter().map(|slots| (self.id, *slots)));
+                    book.end(entry.slots.iter().map(|slots| Ended::now(self.id, *slots)));
                 }
             }
             Stage::Asked { slots, ended } => {
-                let ending = slots.iter().map(|slots| (self.id, *slots));
+                let ending = slots.iter().map(|slots| Ended::now(self.id, *slots));
                 book.end(ending.clone().chain(ended));
                 book.ending_later.extend(ending);
             }
@@ -263,195 +333,5 @@ impl Drop for Lease {
 impl fmt::Debug for Lease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Lease").finish_non_exhaustive()
-    }
-}
-
-/// What the server is told at once.
-#[derive(Default)]
-struct Call {
-    /// Of a cluster.
-    slot: u16,
-    lasting: Vec<(LeaseId, HeldSlots)>,
-    /// Where those stand among all that are to last.
-    indices: Vec<usize>,
-    ending: Vec<(LeaseId, HeldSlots)>,
-}
-
-/// The task that keeps the leases, while there are any.
-struct Keeper {
-    node: Arc<Node>,
-    /// Since when calls have failed.
-    failing_since: Option<Instant>,
-    is_done: bool,
-}
-
-impl Keeper {
-    async fn run(mut self) {
-        let node = self.node.clone();
-        let Leases { length, ended, book, .. } = &node.leases;
-        let mut renewal = Instant::now() + *length / RENEWALS;
-        loop {
-            let _ = timeout_at(renewal, ended.notified()).await;
-            let mut done = self.end().await;
-            if Instant::now() >= renewal {
-                done &= self.renew().await;
-                renewal = Instant::now() + if done { *length / RENEWALS } else { PAUSE };
-            }
-            if done {
-                self.failing_since = None;
-            } else {
-                let since = *self.failing_since.get_or_insert_with(Instant::now);
-                if since.elapsed() > *length {
-                    // Whatever the server still knew of has run out by now.
-                    let mut book = book.lock();
-                    book.ending.clear();
-                    book.ending_later.clear();
-                }
-                sleep(PAUSE).await;
-            }
-            if self.is_idle() {
-                self.is_done = true;
-                return;
-            }
-        }
-    }
-
-    /// Ends what is to end.
-    async fn end(&self) -> bool {
-        let book = &self.node.leases.book;
-        loop {
-            let batch = book.lock().next_to_end();
-            if batch.is_empty() {
-                return true;
-            }
-            let told = self.call(&[], &batch).await;
-            let mut book = book.lock();
-            book.leaving.clear();
-            if told.is_none() {
-                book.end(batch);
-                return false;
-            }
-        }
-    }
-
-    /// Makes all leases last.
-    async fn renew(&self) -> bool {
-        let leases = &self.node.leases;
-        let (held, later) = {
-            let mut book = leases.book.lock();
-            let mut held = Vec::new();
-            for (id, entry) in &book.held {
-                held.extend(entry.slots.iter().map(|slots| (*id, *slots)));
-            }
-            (held, mem::take(&mut book.ending_later))
-        };
-        leases.book.lock().end(later);
-        let mut done = true;
-        for batch in held.chunks(BATCH) {
-            // Those that ended meanwhile must not be taken anew.
-            let batch: Vec<_> = {
-                let book = leases.book.lock();
-                batch.iter().filter(|(id, _)| book.held.contains_key(id)).copied().collect()
-            };
-            match self.call(&batch, &[]).await {
-                Some(lost) => self.note_lost(lost.into_iter().filter_map(|index| batch.get(index))),
-                None => done = false,
-            }
-        }
-        done & self.end().await
-    }
-
-    fn note_lost<'a>(&self, lost: impl Iterator<Item = &'a (LeaseId, HeldSlots)>) {
-        let leases = &self.node.leases;
-        let book = leases.book.lock();
-        let mut count = 0;
-        for (id, _) in lost {
-            count += 1;
-            if let Some(entry) = book.held.get(id) {
-                entry.was_lost.store(true, Relaxed);
-            }
-        }
-        drop(book);
-        if count > 0 {
-            leases.lost.fetch_add(count, Relaxed);
-            tracing::warn!(
-                target: "tollgate",
-                count,
-                "leases of requests in flight had run out: for a while, others could have their slots"
-            );
-        }
-    }
-
-    /// Tells the server. Returns which of those that are to last had run out.
-    async fn call(
-        &self,
-        lasting: &[(LeaseId, HeldSlots)],
-        ending: &[(LeaseId, HeldSlots)],
-    ) -> Option<Vec<usize>> {
-        let mut lost = Vec::new();
-        let calls = self.calls(lasting, ending);
-        let answers = join_all(calls.iter().map(|call| self.call_one(call))).await;
-        for (call, answer) in calls.iter().zip(answers) {
-            lost.extend(answer?.into_iter().filter_map(|index| call.indices.get(index)));
-        }
-        Some(lost)
-    }
-
-    /// What the server can be told at once: everything, or in a cluster what is in one slot.
-    fn calls(
-        &self,
-        lasting: &[(LeaseId, HeldSlots)],
-        ending: &[(LeaseId, HeldSlots)],
-    ) -> Vec<Call> {
-        let by_slot = self.node.is_of_cluster();
-        let place = |(_, (set, _)): &(LeaseId, HeldSlots)| if by_slot { set.place() } else { 0 };
-        let mut calls = BTreeMap::<u16, Call>::new();
-        for (index, lease) in lasting.iter().enumerate() {
-            let call = calls.entry(place(lease)).or_default();
-            call.lasting.push(*lease);
-            call.indices.push(index);
-        }
-        for lease in ending {
-            calls.entry(place(lease)).or_default().ending.push(*lease);
-        }
-        let with_slot = |(slot, call)| Call { slot, ..call };
-        calls.into_iter().map(with_slot).collect()
-    }
-
-    async fn call_one(&self, call: &Call) -> Option<Vec<usize>> {
-        let Node { guard, prefix, leases, .. } = &*self.node;
-        let Call { slot, lasting, ending, .. } = call;
-        let push_args = |command: &mut _| {
-            codec::push_leases(command, prefix, leases.length_us(), lasting, ending);
-        };
-        let run = async {
-            match self.node.run_on(|| *slot, &LEASES, push_args).await? {
-                Value::BulkString(reply) => {
-                    codec::read_lost(&reply).ok_or_else(StoreError::unreadable)
-                }
-                _ => Err(StoreError::unreadable()),
-            }
-        };
-        guard.call(run).await
-    }
-
-    /// Whether there is nothing to keep. Then this task is over.
-    fn is_idle(&self) -> bool {
-        let mut book = self.node.leases.book.lock();
-        let Book { held, ending, ending_later, is_kept, .. } = &mut *book;
-        let is_idle = held.is_empty() && ending.is_empty() && ending_later.is_empty();
-        if is_idle {
-            *is_kept = false;
-        }
-        is_idle
-    }
-}
-
-impl Drop for Keeper {
-    /// If it is not done, its runtime was shut down, or it panicked. The next request has another one.
-    fn drop(&mut self) {
-        if !self.is_done {
-            self.node.leases.book.lock().is_kept = false;
-        }
     }
 }

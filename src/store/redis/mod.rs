@@ -24,6 +24,7 @@ mod codec;
 mod connection;
 mod error;
 mod fleet;
+mod keeper;
 mod lane;
 mod leases;
 mod node;
@@ -289,7 +290,8 @@ impl RedisStore {
     ///
     /// A server that is down leaves its keys to their policies' failure modes, and no others. A server that
     /// is added takes over its part of the keys, which begin anew there; those of others stay where they
-    /// are. All of them have the settings of the first.
+    /// are. All of them need the same namespace, hash secret and lease; the number of instances is that of
+    /// the first, and all other settings are each server's own.
     ///
     /// ```no_run
     /// use tollgate::redis::RedisStore;
@@ -308,7 +310,7 @@ impl RedisStore {
     ///
     /// # Errors
     ///
-    /// [`ConfigError`] if there is no shard, or two have the same name or different namespaces or secrets.
+    /// [`ConfigError`] if there is no shard, or two have the same name or differ in those settings.
     pub fn shards<N: Into<String>>(
         shards: impl IntoIterator<Item = (N, Self)>,
     ) -> Result<Self, ConfigError> {
@@ -320,9 +322,10 @@ impl RedisStore {
         let Shared { prefix, key, instances, deadline, lease, .. } = &*first.shared;
         let (prefix, key) = (prefix.clone(), key.clone());
         for (name, store) in &shards {
-            let alike = store.shared.prefix == prefix && store.shared.key == key;
-            if !alike {
-                let message = format!("`{name}` has another namespace or secret than the first");
+            let Shared { prefix: own_prefix, key: own_key, lease: own_lease, .. } = &*store.shared;
+            if (own_prefix, own_key, own_lease) != (&prefix, &key, lease) {
+                let message =
+                    format!("`{name}` has another namespace, secret or lease than the first");
                 return Err(ConfigError::Shards { message });
             }
         }
@@ -740,7 +743,7 @@ impl fmt::Display for ConfigError {
             Self::Shards { message } => write!(
                 f,
                 "these cannot be the shards of a store: {message}; give it one or more, each with a \
-                 name of its own, and all with the same namespace and secret"
+                 name of its own, and all with the same namespace, secret and lease"
             ),
             Self::OutOfRange { option, range } => write!(f, "`{option}` has to be {range}"),
         }

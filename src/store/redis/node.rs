@@ -39,7 +39,7 @@ pub(super) struct Node {
     pub(super) leases: Leases,
     /// What the names of all keys begin with.
     pub(super) prefix: Arc<str>,
-    deadline: Duration,
+    pub(super) deadline: Duration,
     look_over: Arc<AtomicU8>,
     /// The cluster that it belongs to, if any.
     #[cfg(feature = "cluster")]
@@ -92,6 +92,18 @@ impl Node {
     pub(super) fn of(mut self, cluster: Weak<Cluster>) -> Self {
         self.cluster = cluster;
         self
+    }
+
+    /// The node that has a slot now, if this is one of a cluster.
+    pub(super) async fn owner_of(self: &Arc<Self>, slot: u16) -> Arc<Self> {
+        #[cfg(feature = "cluster")]
+        if let Some(cluster) = self.cluster.upgrade()
+            && let Some(owner) = cluster.owner(slot).await
+        {
+            return owner;
+        }
+        let _ = slot;
+        self.clone()
     }
 
     /// Whether a call to it can be for one slot only.
