@@ -514,7 +514,7 @@ async fn failure_modes_are_those_of_each_policy() {
 #[tokio::test]
 async fn nothing_piles_up_while_the_server_is_gone() {
     let mut server = redis();
-    let store = patient(&server).lease(ms(200)).build().unwrap();
+    let store = patient(&server).deadline(secs(1)).lease(ms(200)).build().unwrap();
     let limiter = users(&store, [Policy::concurrency("slots", 10)]);
     let permits = take_all(&limiter, "user").await;
     assert_eq!(permits.len(), 10);
