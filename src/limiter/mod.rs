@@ -436,7 +436,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
         if !admitted {
             return Err(Rejection::of_limits(outcomes, time_us));
         }
-        let decision = Decision { time_us, delay_us, outcomes, ..Decision::open() };
+        let mut decision = Decision::open();
+        (decision.time_us, decision.delay_us, decision.outcomes) = (time_us, delay_us, outcomes);
         Ok(Admitted { decision, turn, permit: held.map(Permit::from) })
     }
 
