@@ -178,31 +178,60 @@ impl SystemClock {
         let span = 1_u64 << 40;
         let span_ns = u128::from(counter.delta_as_nanos(0, span));
         let us_per_count = (span_ns << 64) / (u128::from(span) * 1_000);
-        Self {
+        let clock = Self {
             counter,
             start,
             us_per_count: u64::try_from(us_per_count).unwrap_or(u64::MAX),
-            wall_at_start_us: AtomicU64::new(wall_us()),
-            next_setting_us: AtomicU64::new(SETTING_INTERVAL_US),
-        }
+            wall_at_start_us: AtomicU64::new(0),
+            next_setting_us: AtomicU64::new(0),
+        };
+        clock.set(clock.elapsed_us());
+        clock
     }
 
     #[inline]
     fn now_us(&self) -> u64 {
-        // One multiplication, where the counter's own conversion takes two and a shift.
-        let counts = self.counter.raw().saturating_sub(self.start);
-        let elapsed_us = ((u128::from(counts) * u128::from(self.us_per_count)) >> 64) as u64;
+        let elapsed_us = self.elapsed_us();
         if elapsed_us >= self.next_setting_us.load(Relaxed) {
             self.set(elapsed_us);
         }
         self.wall_at_start_us.load(Relaxed) + elapsed_us
     }
 
+    #[inline]
+    fn elapsed_us(&self) -> u64 {
+        // One multiplication, where the counter's own conversion takes two and a shift.
+        let counts = self.counter.raw().saturating_sub(self.start);
+        ((u128::from(counts) * u128::from(self.us_per_count)) >> 64) as u64
+    }
+
     #[cold]
     fn set(&self, elapsed_us: u64) {
         self.next_setting_us.store(elapsed_us + SETTING_INTERVAL_US, Relaxed);
-        self.wall_at_start_us.store(wall_us().saturating_sub(elapsed_us), Relaxed);
+        let wall_at_start_us = anchor(|| [self.elapsed_us(), wall_us(), self.elapsed_us()]);
+        self.wall_at_start_us.store(wall_at_start_us, Relaxed);
     }
+}
+
+/// How often two clocks are read for readings that were not far apart.
+const READINGS: usize = 5;
+
+/// What one clock said when another one began, of readings of the other, the one, and the other again. A
+/// thread may stand still between two readings, for as long as its process or the machine does; the clock
+/// would be ahead by that. So the closest readings count, and the clock is rather late than early.
+fn anchor(mut read: impl FnMut() -> [u64; 3]) -> u64 {
+    let mut closest = (u64::MAX, 0);
+    for _ in 0..READINGS {
+        let [before_us, wall_us, after_us] = read();
+        let apart_us = after_us.saturating_sub(before_us);
+        if apart_us < closest.0 {
+            closest = (apart_us, wall_us.saturating_sub(after_us));
+        }
+        if apart_us <= 1 {
+            break;
+        }
+    }
+    closest.1
 }
 
 #[expect(clippy::disallowed_methods, reason = "this is the one caller")]
@@ -336,6 +365,34 @@ mod tests {
         // The counter may drift a little between two settings.
         assert!(now + 10_000 >= before && now <= after + 10_000, "{before} {now} {after}");
     }
+
+    /// Whenever a thread stands still while it reads them, and for however long.
+    #[test]
+    fn a_clock_is_not_ahead_because_its_thread_stood_still() {
+        for still_at in [1, 2] {
+            let mut readings = 0;
+            let mut time_us = 5_000;
+            let wall_at_start_us = anchor(|| {
+                readings += 1;
+                [0, 1, 2].map(|reading| {
+                    let stands_still = readings == 1 && reading == still_at;
+                    time_us += if stands_still { 2_000_000 } else { 1 };
+                    if reading == 1 { T0_US + time_us } else { time_us }
+                })
+            });
+            assert!((T0_US - 2..=T0_US).contains(&wall_at_start_us), "{wall_at_start_us}");
+            assert!(readings <= READINGS);
+        }
+        // Not even if it does so every time.
+        let mut time_us = 0;
+        let wall_at_start_us = anchor(|| {
+            time_us += 3_000;
+            [time_us - 2_000, T0_US + time_us - 500, time_us]
+        });
+        assert_eq!(wall_at_start_us, T0_US - 500);
+    }
+
+    const T0_US: u64 = 20_000 * 86_400 * 1_000_000;
 
     #[test]
     fn times_that_no_quota_could_count_from_are_clamped() {
