@@ -37,10 +37,10 @@
 //!
 //! # For a fleet
 //!
-//! With [a store in Redis](crate::redis) slots are those of the fleet, and a permit is a lease: it ends when it is released, and if
-//! its holder dies, when the [lease](crate::redis::RedisStoreBuilder::lease) runs out. Leases are taken by the script call that
-//! decides the rate limits too, renewed in the background for as long as the request takes, and released
-//! in the background. While Redis is out of reach, the policy's [failure mode](crate::FailureMode) answers.
+//! With a store in Redis (feature `redis`) slots are those of the fleet, and a permit is a lease: it ends when it is
+//! released, and if its holder dies, when the lease runs out (`RedisStoreBuilder::lease`). Leases are taken by the
+//! script call that decides the rate limits too, renewed in the background for as long as the request takes,
+//! and released in the background. While Redis is out of reach, the policy's `FailureMode` answers.
 //!
 //! # Upgraded connections
 //!
