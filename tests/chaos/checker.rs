@@ -115,8 +115,7 @@ pub(crate) struct Fullness {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Violation(String);
 
-/// By how much clocks of one machine may differ: one that is read by the time stamp counter is set anew once
-/// a second, and drifts by some milliseconds in between where the machine is a virtual one.
+/// By how much clocks of one machine may differ; rather too much, since a thread may stand still between two.
 const CLOCKS_US: u64 = 20_000;
 
 #[derive(Clone, Copy)]
