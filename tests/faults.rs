@@ -3,13 +3,14 @@
 
 mod support;
 
-use parking_lot::Mutex;
 use proptest::{collection::vec, prelude::*, test_runner::TestRunner};
-use std::{sync::Arc, thread, time::Duration};
+use std::{sync::Arc, thread};
 use support::{
     T0,
     fleet::{ask, crowd, left, lifetimes, names, patient, until, users},
-    inputs, ms,
+    inputs,
+    instance::{DEADLINE, Instance},
+    ms,
     proxy::{Fault, Proxy},
     puppet::Puppet,
     secs,
@@ -17,28 +18,13 @@ use support::{
     stacks::ALGORITHMS,
     us,
 };
-use tokio::{
-    runtime::Runtime,
-    task::JoinSet,
-    time::{Instant, timeout},
-};
+use tokio::{runtime::Runtime, task::JoinSet, time::timeout};
 use tollgate::{
     FailureMode, Limiter, ManualClock, Policy, Quota, Reason,
     redis::{RedisStore, RedisStoreBuilder, StateChange, Warning},
 };
 
-/// How long requests wait for the server here.
-const DEADLINE: Duration = ms(150);
-
-/// An instance, and what it reports. Its policy allows three an hour, and everything while the server
-/// is out of reach.
-struct Instance {
-    store: RedisStore,
-    limiter: Limiter<str>,
-    changes: Arc<Mutex<Vec<StateChange>>>,
-    longest: Mutex<Duration>,
-}
-
+/// Three an hour, and everything while the server is out of reach.
 fn open() -> Policy<str> {
     Policy::token_bucket("p", Quota::per_hour(3)).on_store_failure(FailureMode::Open)
 }
@@ -53,25 +39,7 @@ impl Instance {
         configure: impl FnOnce(RedisStoreBuilder) -> RedisStoreBuilder,
         policies: impl IntoIterator<Item = Policy<str>>,
     ) -> Self {
-        let changes = Arc::<Mutex<Vec<StateChange>>>::default();
-        let heard = changes.clone();
-        let builder = RedisStore::builder(url)
-            .deadline(DEADLINE)
-            .retry_every(ms(50), ms(200))
-            .on_state_change(move |change| heard.lock().push(change.clone()));
-        let store = configure(builder).build().unwrap();
-        let limiter = users(&store, policies);
-        Self { store, limiter, changes, longest: Mutex::default() }
-    }
-
-    /// Whether a request is admitted. It is answered in time: the deadline, and some more for a busy
-    /// machine.
-    async fn admits(&self, user: &str) -> bool {
-        let start = Instant::now();
-        let answer = timeout(DEADLINE + secs(2), self.limiter.check_async(user)).await;
-        let mut longest = self.longest.lock();
-        *longest = start.elapsed().max(*longest);
-        answer.expect("an answer in time").is_ok()
+        Self::start(RedisStore::builder(url), configure, policies)
     }
 
     /// Asks until the server is out of use. Everything is admitted meanwhile.
@@ -119,29 +87,6 @@ impl Instance {
         let downs = changes.iter().filter(|change| is_down(change)).count();
         assert_eq!(downs as u64, self.store.health().downs, "{changes:?}");
         changes.last().expect("a change").clone()
-    }
-
-    /// Whether limits hold. It is tried with some users, for a busy machine may make a request late.
-    async fn holds(&self) {
-        let mut user = 0;
-        until("limits hold", || {
-            user += 1;
-            let user = format!("new {user}");
-            async move {
-                let mut admitted = Vec::new();
-                for _ in 0..4 {
-                    admitted.push(self.admits(&user).await);
-                }
-                admitted == [true, true, true, false]
-            }
-        })
-        .await;
-    }
-}
-
-impl Drop for Instance {
-    fn drop(&mut self) {
-        println!("the longest wait was {:?} of {DEADLINE:?}", self.longest.lock());
     }
 }
 

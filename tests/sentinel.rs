@@ -3,16 +3,13 @@
 
 mod support;
 
-use parking_lot::Mutex;
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering::SeqCst},
-    },
-    time::Duration,
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering::SeqCst},
 };
 use support::{
     fleet::{ask, calls_of, crowd, left, until, users},
+    instance::Instance,
     ms,
     proxy::{Fault, Proxy},
     puppet::Puppet,
@@ -25,20 +22,9 @@ use tokio::{
     time::{Instant, interval, sleep, timeout},
 };
 use tollgate::{
-    FailureMode, Limiter, Policy, Quota,
+    FailureMode, Policy, Quota,
     redis::{ConfigError, RedisStore, RedisStoreBuilder, StateChange, StoreError},
 };
-
-/// How long requests wait for the server here.
-const DEADLINE: Duration = ms(150);
-
-/// An instance, and what it reports.
-struct Instance {
-    store: RedisStore,
-    limiter: Limiter<str>,
-    changes: Arc<Mutex<Vec<StateChange>>>,
-    longest: Mutex<Duration>,
-}
 
 /// Three an hour, and everything while there is no server.
 fn three() -> Policy<str> {
@@ -63,26 +49,7 @@ impl Instance {
     }
 
     fn with(builder: RedisStoreBuilder, policy: Policy<str>) -> Self {
-        let changes = Arc::<Mutex<Vec<StateChange>>>::default();
-        let heard = changes.clone();
-        let store = builder
-            .deadline(DEADLINE)
-            .retry_every(ms(50), ms(200))
-            .on_state_change(move |change| heard.lock().push(change.clone()))
-            .build()
-            .unwrap();
-        let limiter = users(&store, [policy]);
-        Self { store, limiter, changes, longest: Mutex::default() }
-    }
-
-    /// Whether a request is admitted. It is answered in time: the deadline, and some more for a busy
-    /// machine.
-    async fn admits(&self, user: &str) -> bool {
-        let start = Instant::now();
-        let answer = timeout(DEADLINE + secs(2), self.limiter.check_async(user)).await;
-        let mut longest = self.longest.lock();
-        *longest = start.elapsed().max(*longest);
-        answer.expect("an answer in time").is_ok()
+        Self::start(builder, |builder| builder, [policy])
     }
 
     /// Whether a request was decided by a server.
@@ -92,19 +59,11 @@ impl Instance {
         self.store.health().decided > before
     }
 
-    /// Whether limits hold. It is tried with some users, for a busy machine may make a request late.
-    async fn holds(&self) {
-        let mut user = 0;
-        until("limits hold", || {
-            user += 1;
-            let user = format!("new {user} of {:?}", Instant::now());
-            async move {
-                let mut admitted = Vec::new();
-                for _ in 0..4 {
-                    admitted.push(self.admits(&user).await);
-                }
-                admitted == [true, true, true, false]
-            }
+    /// Asks until a server that was the primary has been told that it is no longer.
+    async fn hears_of_its_successor(&self, old: &Server) {
+        until("it is told", async || {
+            self.admits("u").await;
+            old.info("role").as_deref() == Some("slave")
         })
         .await;
     }
@@ -134,12 +93,6 @@ async fn goes_down_for(make: impl Fn() -> Instance, reason: &[&str]) {
         }
     }
     panic!("not for {reason:?}: {error}");
-}
-
-impl Drop for Instance {
-    fn drop(&mut self) {
-        println!("the longest wait was {:?} of {DEADLINE:?}", self.longest.lock());
-    }
 }
 
 /// How many scripts clients had a server run.
@@ -508,11 +461,7 @@ async fn a_primary_that_is_paused_and_comes_back() {
     // What was on its way to it when it stopped.
     sleep(ms(100)).await;
     let before = decisions(old);
-    until("it is told", async || {
-        instance.admits("u").await;
-        old.info("role").as_deref() == Some("slave")
-    })
-    .await;
+    instance.hears_of_its_successor(old).await;
     instance.holds().await;
     assert_eq!(decisions(old), before);
 }
@@ -538,11 +487,7 @@ async fn a_primary_that_is_cut_off_and_comes_back() {
     // What was on its way to it arrives.
     sleep(ms(200)).await;
     let before = decisions(old);
-    until("it is told", async || {
-        instance.admits("u").await;
-        old.info("role").as_deref() == Some("slave")
-    })
-    .await;
+    instance.hears_of_its_successor(old).await;
     instance.holds().await;
     assert_eq!(decisions(old), before);
 }

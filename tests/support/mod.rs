@@ -9,6 +9,8 @@ pub(crate) mod crowd;
 pub(crate) mod fleet;
 #[cfg(feature = "redis")]
 pub(crate) mod gate;
+#[cfg(feature = "redis")]
+pub(crate) mod instance;
 pub(crate) mod net;
 pub(crate) mod process;
 pub(crate) mod proxy;
