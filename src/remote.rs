@@ -1,11 +1,10 @@
 //! A store that is elsewhere, as the limiter sees it: bills go out, and come back decided or not.
 
 use crate::{
-    concurrency::Slot,
     decision::{Allotment, Origin, Outcome, Outcomes},
     policy::{FailureMode, stack::BuildError},
     store::{
-        Bill, Charge, Mode, Rule,
+        Bill, Charge, Mode, Rule, Slot,
         local::Plan,
         redis::{
             Ask, AskedCharge, CodedRule, Lease, MOST_LEASED, Place, PolicyId, RedisStore, Told,

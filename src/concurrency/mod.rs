@@ -61,4 +61,4 @@ pub use limit::Limit;
 pub use permit::{HeldPermits, Permit};
 
 pub(crate) use permit::Held;
-pub(crate) use slots::{Place, Slot, SlotPlan, Slots};
+pub(crate) use slots::{Place, SlotPlan, Slots};

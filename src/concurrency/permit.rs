@@ -1,11 +1,9 @@
 //! Permits: held slots, and who may keep them.
 
-#[cfg(feature = "redis")]
-use super::slots::Slot;
 use super::slots::{Slots, Taken};
 use crate::shed::Aboard;
 #[cfg(feature = "redis")]
-use crate::store::redis::Lease;
+use crate::store::{Slot, redis::Lease};
 #[cfg(feature = "redis")]
 use smallvec::SmallVec;
 use std::{

@@ -5,7 +5,7 @@ use crate::{
     clock::{Clock, Sleep, whole_us},
     decision::{Outcome, Verdict},
     key::Fingerprint,
-    store::Mode,
+    store::{Mode, Slot},
 };
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
@@ -17,21 +17,6 @@ use std::{
     task::{Context, Poll, Waker},
     time::Duration,
 };
-
-/// The slots that a request asks for by one policy.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Slot {
-    /// Whom the policy counts.
-    pub(crate) fingerprint: Fingerprint,
-    /// The index of the policy among those that limit concurrency.
-    pub(crate) policy: u32,
-    /// How many slots there are.
-    pub(crate) limit: u64,
-    /// How many the request takes.
-    pub(crate) cost: u64,
-    /// Whether they are those of this process, wherever else state is.
-    pub(crate) per_instance: bool,
-}
 
 /// What has to be known of a policy that limits concurrency.
 #[derive(Clone, Debug)]

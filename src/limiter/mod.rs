@@ -11,11 +11,11 @@ pub use builder::LimiterBuilder;
 use crate::remote::Remote;
 use crate::{
     clock::Clock,
-    concurrency::{Held, Permit, Place, Slot, Slots},
+    concurrency::{Held, Permit, Place, Slots},
     decision::{Decision, Outcome, Outcomes, Reason, Rejection, Verdict},
     policy::stack::Stack,
     shed::Aboard,
-    store::{Bill, Mode, local::Local},
+    store::{Bill, Mode, Slot, local::Local},
     turn::{Counted, Lines, Refund, Turn},
 };
 use gate::Gate;

@@ -4,13 +4,13 @@
 use super::FailureMode;
 use super::{Condition, Cost, Counts, InFlight, LimitFor, Policy, QuotaFor};
 use crate::{
-    concurrency::{Limit, Slot, SlotPlan},
+    concurrency::{Limit, SlotPlan},
     decision::{Allotment, Outcome, Outcomes, Reason},
     key::{FindKey, Fingerprint, Key, KeyError, MissingKey, Secret},
     name::{intern, is_name},
     quota::{Quota, QuotaError},
     shed::Shedder,
-    store::{Bill, Charge, Kind, Rule, local::Plan},
+    store::{Bill, Charge, Kind, Rule, Slot, local::Plan},
 };
 use std::{
     collections::{BTreeSet, HashSet},

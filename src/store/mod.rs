@@ -8,7 +8,6 @@ pub mod redis;
 
 use crate::{
     algorithm::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow},
-    concurrency::Slot,
     decision::Allotment,
     key::Fingerprint,
     quota::{Quota, QuotaError},
@@ -74,6 +73,21 @@ pub(crate) struct Charge {
     pub(crate) space: u32,
     /// The rule to hold the request against, counted from 1 among the bill's own; 0 is the policy's.
     pub(crate) rule: u32,
+}
+
+/// The slots that a request asks for by one policy.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Slot {
+    /// Whom the policy counts.
+    pub(crate) fingerprint: Fingerprint,
+    /// The index of the policy among those that limit concurrency.
+    pub(crate) policy: u32,
+    /// How many slots there are.
+    pub(crate) limit: u64,
+    /// How many the request takes.
+    pub(crate) cost: u64,
+    /// Whether they are those of this process, wherever else state is.
+    pub(crate) per_instance: bool,
 }
 
 /// All that one request is to be charged. Charges are in ascending order of their spaces, and those

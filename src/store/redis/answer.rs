@@ -4,10 +4,9 @@
 use super::codec::Told;
 use crate::{
     algorithm::{Algorithm, FixedWindowState, SlidingLog, SlidingWindowState, Spent},
-    concurrency::Slot,
     decision::{Outcome, Verdict},
     store::{
-        Rule,
+        Rule, Slot,
         local::state::{Decide, Step},
     },
 };
