@@ -116,7 +116,7 @@ pub(crate) struct Fullness {
 pub(crate) struct Violation(String);
 
 /// By how much clocks of one machine may differ; rather too much, since a thread may stand still between two.
-const CLOCKS_US: u64 = 20_000;
+const CLOCKS_US: u64 = 5_000;
 
 #[derive(Clone, Copy)]
 struct Spent {
