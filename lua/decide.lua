@@ -5,8 +5,8 @@
 -- ARGV[2]  how many of the keys are identities (2 bytes), whether the server has MSETEX (1), whether
 --          the short way may do (1; decide_buckets.lua); then for each run of requests that are alike,
 --          but for their identities, how many they are (2), how many charges each has (2, plus 32768
---          if it only asks, plus 16384 if it asks for slots and is not alike to any other); if it asks
---          for slots, the id of its lease (16), how many other leases are to end before (1), and for
+--          if it only asks, plus 16384 if it asks for slots and is not alike to any other, plus 8192 if
+--          it was admitted already and has to be counted whether there is room or not); if it asks for slots, the id of its lease (16), how many other leases are to end before (1), and for
 --          each of those the same three indices as below, its slots (4) and its id (16); then for each
 --          charge the indices of its identity (2; each further request has the next one), rule (2) and
 --          ring or set (2, or 0) and its cost (1; 255 if it is larger than 254 and follows in 7 more)
@@ -54,7 +54,8 @@ while at <= last do
       rules[rule]:release(key, names[set], slots, id)
     end
   end
-  local admitted = true
+  local admitted, was_admitted = true, count >= 8192
+  if was_admitted then count = count - 8192 end
   for i = 1, count do
     local key, key_high, rule, rule_high, ring, ring_high, cost = byte(requests, at, at + 6)
     key, rule = key + key_high * 256 + done, rules[rule + rule_high * 256]
@@ -64,7 +65,12 @@ while at <= last do
     local fits, after
     n, fits, after = rule:ask(key, cost, told, n)
     if not fits then admitted = false end
-    if count == 1 then
+    if was_admitted then
+      -- What is above twice the limit is not counted.
+      after = rule.states[key] + cost * (rule.drops_per_unit or 1)
+      after = math.min(after, 2 * (rule.capacity or rule.limit))
+      if after > rule.states[key] then charge(key, rule, cost, after) end
+    elseif count == 1 then
       if fits and charging then charge(key, rule, cost, after, lease) end
     else
       if not keys then keys, charged, costs, afters = {}, {}, {}, {} end
@@ -73,7 +79,7 @@ while at <= last do
   end
   if admitted then
     bits = bits + bit
-    if charging and count > 1 then
+    if charging and count > 1 and not was_admitted then
       for i = 1, count do charge(keys[i], charged[i], costs[i], afters[i], lease) end
     end
   end

@@ -104,10 +104,13 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod algorithm;
+mod background;
 mod body;
 mod clock;
 pub mod concurrency;
 mod decision;
+#[cfg(feature = "redis")]
+mod deferred;
 mod future;
 #[cfg(feature = "tonic")]
 mod interceptor;

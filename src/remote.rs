@@ -7,8 +7,8 @@ use crate::{
         Bill, Charge, Mode, Rule, Slot,
         local::Plan,
         redis::{
-            Ask, AskedCharge, CodedRule, Lease, MOST_LEASED, Place, PolicyId, RedisStore, Told,
-            fill_in, fill_in_slot, memory,
+            Ask, AskedCharge, CodedRule, Lease, MOST_LEASED, Place, PolicyId, Purpose, RedisStore,
+            Told, fill_in, fill_in_slot, memory,
         },
     },
 };
@@ -81,6 +81,15 @@ pub(crate) struct Grant {
     ask: Ask,
     time_us: u64,
     memories: Vec<u64>,
+}
+
+/// What was charged to one policy before the store is told of it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Count {
+    pub(crate) charge: Charge,
+    /// The rule, if it is not the policy's own.
+    pub(crate) rule: Option<Rule>,
+    pub(crate) cost: u64,
 }
 
 /// The charges and slots of a portion that are in one place, by their indices.
@@ -265,6 +274,33 @@ impl Remote {
         self.store.until()
     }
 
+    /// Has counted what an identity was charged already. The answer tells how it was before, in the order
+    /// of `counts`.
+    pub(crate) async fn count(&self, counts: &[Count]) -> Option<Told> {
+        let place = self.store.place_of(counts.first()?.charge.fingerprint);
+        let ask = self.ask_of(counts.iter().map(|count| (count, count.cost)), Purpose::Count);
+        let (told, _) = self.store.decide(place, ask, self.store.until()).await?;
+        Some(told)
+    }
+
+    /// Gives back what was counted of one charge at `spent_us`, as far as it is sure not to have come back
+    /// by itself.
+    pub(crate) async fn uncount(&self, count: &Count, cost: u64, spent_us: u64) -> Option<()> {
+        let place = self.store.place_of(count.charge.fingerprint);
+        let rule = count.rule.as_ref().unwrap_or(&self.policies[count.charge.policy()].rule);
+        let outcome =
+            Outcome { cost, remaining: u64::MAX, ..Outcome::open("", rule.allotment(), 1) };
+        let memory = memory(rule, spent_us, &outcome);
+        let ask = self.ask_of([(count, cost)].into_iter(), Purpose::Charge);
+        self.store.refund(place, &ask, spent_us, &[memory]).await
+    }
+
+    /// Whether all that a bill is about can be asked.
+    pub(crate) fn reaches(&self, bill: &Bill) -> bool {
+        let mut charges = bill.charges.iter();
+        charges.all(|charge| self.store.is_up(self.store.place_of(charge.fingerprint)))
+    }
+
     /// Gives back what was granted to a request that was not admitted after all. That is done even if
     /// nobody waits for it, and nobody waits longer than until then.
     pub(crate) async fn give_back(&self, granted: Vec<Grant>, until: Instant) {
@@ -403,7 +439,23 @@ impl Remote {
             let cost = outcomes[index].cost;
             AskedCharge { fingerprint: charge.fingerprint, rule, cost }
         });
-        Ask::new(self.store.prefix().clone(), charges.collect(), mode == Mode::Peek)
+        let purpose = match mode {
+            Mode::Charge => Purpose::Charge,
+            Mode::Peek => Purpose::Peek,
+        };
+        Ask::new(self.store.prefix().clone(), charges.collect(), purpose)
+    }
+
+    fn ask_of<'a>(&self, counts: impl Iterator<Item = (&'a Count, u64)>, purpose: Purpose) -> Ask {
+        let charges = counts.map(|(Count { charge, rule, .. }, cost)| {
+            let policy = &self.policies[charge.policy()];
+            let rule = match rule {
+                None => policy.coded.clone(),
+                Some(rule) => CodedRule::new(policy.id, rule),
+            };
+            AskedCharge { fingerprint: charge.fingerprint, rule, cost }
+        });
+        Ask::new(self.store.prefix().clone(), charges.collect(), purpose)
     }
 
     /// The rule that a charge is held against.

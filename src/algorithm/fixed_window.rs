@@ -170,3 +170,20 @@ impl Algorithm for FixedWindow {
         if state.count == 0 { 0 } else { state.end_us - now_us }
     }
 }
+
+#[cfg(feature = "redis")]
+impl super::Told for FixedWindow {
+    /// It is told when the window ends, and what was counted in it.
+    fn state_told(&self, [end_us, count, _]: [u64; 3], told_us: u64, now_us: u64) -> State {
+        // Clocks that agree on a window agree on its end; for others it is as far away.
+        let end_us = match self.end_of_window_at(now_us) {
+            own_end_us if own_end_us == end_us => end_us,
+            _ => (end_us + now_us).saturating_sub(told_us),
+        };
+        State { end_us, count }
+    }
+
+    fn count(&self, state: &mut State, cost: u64) {
+        state.count = state.count.max(state.count.saturating_add(cost).min(2 * self.limit));
+    }
+}

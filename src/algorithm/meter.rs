@@ -200,12 +200,6 @@ impl Meter {
         (empty_at_us, ticks * pace.drops_per_tick - state.level())
     }
 
-    /// A bucket that holds `level` drops.
-    #[cfg(feature = "redis")]
-    pub(crate) fn state_at(&self, now_us: u64, level: u64) -> State {
-        State { tick: self.pace.ticks(now_us) as i64, level: level as i64 }
-    }
-
     /// How many drops were in the bucket right after something was spent: what was told then is that,
     /// less than a tick too low.
     fn level_after(&self, spent: &Spent) -> u64 {
@@ -332,6 +326,20 @@ impl Algorithm for Meter {
 
     fn horizon_us(&self) -> u64 {
         self.full_ticks * self.pace.tick_us
+    }
+}
+
+#[cfg(feature = "redis")]
+impl super::Told for Meter {
+    /// It is told how many drops are in the bucket.
+    fn state_told(&self, [level, ..]: [u64; 3], _told_us: u64, now_us: u64) -> State {
+        State { tick: self.pace.ticks(now_us) as i64, level: level as i64 }
+    }
+
+    fn count(&self, state: &mut State, cost: u64) {
+        let drops = cost.saturating_mul(self.pace.drops_per_unit);
+        let counted = state.level().saturating_add(drops).min(2 * self.capacity);
+        state.level = state.level().max(counted) as i64;
     }
 }
 

@@ -17,14 +17,10 @@ mod properties;
 mod sliding_log;
 mod sliding_window;
 
-#[cfg(feature = "redis")]
-pub(crate) use fixed_window::State as FixedWindowState;
 pub(crate) use fixed_window::{Anchor, FixedWindow};
 pub(crate) use meter::{Meter, Pace, Terms};
 pub(crate) use sliding_log::{MAX_LIMIT as MAX_LOG_LIMIT, SlidingLog};
 pub(crate) use sliding_window::SlidingWindow;
-#[cfg(feature = "redis")]
-pub(crate) use sliding_window::State as SlidingWindowState;
 
 /// The largest product that the constructors allow. A state may hold twice as much for a while,
 /// after a step of the clock, and a cost comes on top: three times this is still below 2^53.
@@ -89,4 +85,16 @@ pub(crate) trait Algorithm {
         // Beyond the capacity there is never more.
         self.wait(state, now_us, remaining + 1).unwrap_or(0)
     }
+}
+
+/// An algorithm whose states another engine can tell.
+#[cfg(feature = "redis")]
+pub(crate) trait Told: Algorithm {
+    /// The state that another engine told in `numbers` at `told_us` by its own clock, as it is here at
+    /// `now_us`.
+    fn state_told(&self, numbers: [u64; 3], told_us: u64, now_us: u64) -> Self::State;
+
+    /// Counts `cost` that was spent already, whether there was room for it or not. What is above twice
+    /// the limit is not counted, so that products stay in range.
+    fn count(&self, state: &mut Self::State, cost: u64);
 }

@@ -149,3 +149,21 @@ impl Algorithm for SlidingWindow {
         2 * self.window_us()
     }
 }
+
+#[cfg(feature = "redis")]
+impl super::Told for SlidingWindow {
+    /// It is told when the window began, and what was counted in it and in the one before.
+    fn state_told(&self, numbers: [u64; 3], told_us: u64, now_us: u64) -> State {
+        let [start_us, current, previous] = numbers;
+        // Clocks that agree on a window agree on its beginning; for others it is as long ago.
+        let start_us = match self.start_of_window_at(now_us) {
+            own_start_us if own_start_us == start_us => start_us,
+            _ => (start_us + now_us).saturating_sub(told_us),
+        };
+        State { start_us, current, previous }
+    }
+
+    fn count(&self, state: &mut State, cost: u64) {
+        state.current = state.current.max(state.current.saturating_add(cost).min(2 * self.limit));
+    }
+}

@@ -1,6 +1,6 @@
 //! From policies, a store and a clock to a limiter.
 
-use super::{Limiter, Shared, gate::Gate};
+use super::{Limiter, Shared, gate::Gate, rates::Rates};
 use crate::{
     clock::Clock,
     concurrency::Slots,
@@ -15,7 +15,14 @@ use crate::{
     turn::Lines,
 };
 #[cfg(feature = "redis")]
-use crate::{remote::Remote, store::redis::RedisStore};
+use crate::{
+    deferred::Deferred,
+    remote::Remote,
+    store::{
+        local::Plan,
+        redis::{DeferredStore, RedisStore},
+    },
+};
 use http::request::Parts;
 use std::{fmt, sync::Arc};
 
@@ -25,10 +32,17 @@ pub struct LimiterBuilder<R: ?Sized = Parts> {
     key: Option<Arc<dyn FindKey<R>>>,
     store: LocalStore,
     #[cfg(feature = "redis")]
-    remote: Option<RedisStore>,
+    elsewhere: Option<Elsewhere>,
     clock: Clock,
     shedders: Vec<Shedder>,
     classify: Option<Box<dyn Classify<R>>>,
+}
+
+/// A store that is not this process, and when it is asked or told.
+#[cfg(feature = "redis")]
+enum Elsewhere {
+    Before(RedisStore),
+    After(DeferredStore),
 }
 
 impl<R: ?Sized + 'static> LimiterBuilder<R> {
@@ -38,7 +52,7 @@ impl<R: ?Sized + 'static> LimiterBuilder<R> {
             key: None,
             store: LocalStore::new(),
             #[cfg(feature = "redis")]
-            remote: None,
+            elsewhere: None,
             clock: Clock::system(),
             shedders: Vec::new(),
             classify: None,
@@ -62,14 +76,16 @@ impl<R: ?Sized + 'static> LimiterBuilder<R> {
 
     /// Where state is kept. Default: [`LocalStore::new`].
     ///
-    /// A limiter whose state is in Redis keeps some in this process too, while Redis is out of reach;
-    /// to bound that, give it a [`LocalStore`] as well.
+    /// A limiter whose state is in Redis keeps some in this process too, while Redis is out of reach, or
+    /// because it is deferred; to bound that, give it a [`LocalStore`] as well.
     #[must_use]
     pub fn store(mut self, store: impl Into<Store>) -> Self {
         match store.into() {
             Store::Local(local) => self.store = local,
             #[cfg(feature = "redis")]
-            Store::Redis(redis) => self.remote = Some(redis),
+            Store::Redis(redis) => self.elsewhere = Some(Elsewhere::Before(redis)),
+            #[cfg(feature = "redis")]
+            Store::Deferred(deferred) => self.elsewhere = Some(Elsewhere::After(deferred)),
         }
         self
     }
@@ -115,25 +131,34 @@ impl<R: ?Sized + 'static> LimiterBuilder<R> {
         };
         let lines = stack.shaper().map(|_| Lines::default());
         let slot_plans: Vec<_> = stack.slot_plans().collect();
+        let plans = stack.plans();
         #[cfg(feature = "redis")]
-        let (stack, plans, remote) = match self.remote {
-            None => {
-                let plans = stack.plans();
-                (stack, plans, None)
-            }
-            Some(redis) => {
-                let mut stack = stack;
-                let plans = stack.shared_by(redis.instances());
-                let remote =
-                    Remote::new(redis, stack.remote_plans(), &plans, stack.remote_slots())?;
-                (stack, plans, Some(remote))
+        let (stack, plans, remote, deferred) = {
+            let mut stack = stack;
+            match self.elsewhere {
+                None => (stack, plans, None, None),
+                Some(Elsewhere::Before(redis)) => {
+                    let (remote, shares) = reach(&mut stack, redis)?;
+                    (stack, shares, Some(remote), None)
+                }
+                Some(Elsewhere::After(store)) => {
+                    if let Some(policy) = stack.cannot_defer() {
+                        return Err(BuildError::CannotDefer { policy: policy.to_owned() });
+                    }
+                    let (remote, shares) = reach(&mut stack, store.store.clone())?;
+                    let local = Local::new(&self.store, &plans);
+                    let deferred = Deferred::new(&store, remote, local, self.clock.clone());
+                    (stack, shares, None, Some(deferred))
+                }
             }
         };
-        #[cfg(not(feature = "redis"))]
-        let plans = stack.plans();
         let slots = (!slot_plans.is_empty()).then(|| Arc::new(Slots::new(slot_plans, &self.clock)));
         let shared = Shared {
-            store: Local::new(&self.store, &plans),
+            rates: Rates {
+                local: Local::new(&self.store, &plans),
+                #[cfg(feature = "redis")]
+                deferred,
+            },
             stack,
             #[cfg(feature = "redis")]
             remote,
@@ -148,11 +173,25 @@ impl<R: ?Sized + 'static> LimiterBuilder<R> {
     /// What keys are hashed under.
     fn secret(&self) -> Secret {
         #[cfg(feature = "redis")]
-        if let Some(redis) = &self.remote {
-            return Secret::shared(redis.key());
+        match &self.elsewhere {
+            None => {}
+            Some(Elsewhere::Before(redis)) => return Secret::shared(redis.key()),
+            Some(Elsewhere::After(deferred)) => return Secret::shared(deferred.store.key()),
         }
         Secret::random()
     }
+}
+
+/// A store elsewhere for the policies of a stack, and what each of them is for the one here that stands in
+/// for it.
+#[cfg(feature = "redis")]
+fn reach<R: ?Sized + 'static>(
+    stack: &mut Stack<R>,
+    redis: RedisStore,
+) -> Result<(Remote, Vec<Plan>), BuildError> {
+    let shares = stack.shared_by(redis.instances());
+    let remote = Remote::new(redis, stack.remote_plans(), &shares, stack.remote_slots())?;
+    Ok((remote, shares))
 }
 
 impl<R: ?Sized> fmt::Debug for LimiterBuilder<R> {

@@ -3,7 +3,7 @@
 use super::{Acquired, Admitted, Deciding, Limiter};
 use crate::{
     concurrency::{Held, Place},
-    decision::{Decision, Origin, Outcome, Outcomes, Reason, Rejection, Verdict},
+    decision::{Decision, Origin, Outcome, Outcomes, Rejection, Verdict},
     remote::{Answer, FallenBack, Grant, Portion, Remote},
     store::{Bill, Lengths, Mode},
     turn::{Counted, Refund, Turn},
@@ -291,10 +291,6 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let spent_us = |policy| spent_us(decision.origins.as_deref(), policy, decision.time_us);
         let refunded = remote.refund(&elsewhere.bill, &elsewhere.outcomes, spent_us).await;
         refunded.ok_or_else(|| self.unavailable(remote.first_policy()))
-    }
-
-    pub(super) fn unavailable(&self, policy: &'static str) -> Rejection {
-        self.rejection(Reason::Unavailable { policy })
     }
 }
 

@@ -4,6 +4,7 @@ mod builder;
 #[cfg(feature = "redis")]
 mod elsewhere;
 mod gate;
+mod rates;
 
 pub use builder::LimiterBuilder;
 
@@ -15,11 +16,12 @@ use crate::{
     decision::{Decision, Outcome, Outcomes, Reason, Rejection, Verdict},
     policy::stack::Stack,
     shed::Aboard,
-    store::{Bill, Mode, Slot, local::Local},
+    store::{Bill, Mode, Slot},
     turn::{Counted, Lines, Refund, Turn},
 };
 use gate::Gate;
 use http::request::Parts;
+use rates::Rates;
 use std::{
     fmt,
     future::{Future, poll_fn},
@@ -57,8 +59,7 @@ pub struct Limiter<R: ?Sized = Parts> {
 
 struct Shared<R: ?Sized> {
     stack: Stack<R>,
-    /// The state, or what stands in for it while it is elsewhere and out of reach.
-    store: Local,
+    rates: Rates,
     #[cfg(feature = "redis")]
     remote: Option<Remote>,
     clock: Clock,
@@ -202,9 +203,9 @@ impl<R: ?Sized + 'static> Limiter<R> {
         self.needs_no_answer()?;
         let aboard = self.board(request)?;
         let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
-        self.write_bill(request, &mut bill, &mut outcomes)?;
+        self.write_bill_here(request, &mut bill, &mut outcomes)?;
         let acquired = self.shared.acquire(&bill, &mut outcomes, Mode::Charge, None);
-        let admitted = self.conclude(outcomes, acquired, None)?.with(aboard);
+        let admitted = self.conclude(outcomes, acquired, None)?.with(aboard).by(&bill);
         Ok((admitted.decision, admitted.permit.unwrap_or_default().until_dropped()))
     }
 
@@ -243,6 +244,9 @@ impl<R: ?Sized + 'static> Limiter<R> {
         self.needs_no_answer()?;
         let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
         self.write_bill(request, &mut bill, &mut outcomes)?;
+        if decision.stood_in {
+            self.shared.rates.stand_in(&mut bill, &mut outcomes);
+        }
         self.give_back(&bill, &mut outcomes, decision);
         Ok(())
     }
@@ -250,8 +254,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
     /// Gives back what was charged by `decision` in this process.
     fn give_back(&self, bill: &Bill, outcomes: &mut [Outcome], decision: &Decision) {
         Self::recall(outcomes, decision);
-        let Shared { store, clock, lines, .. } = &*self.shared;
-        let mut refund = || store.refund(bill, outcomes, clock.now_us(), decision.time_us);
+        let Shared { rates, clock, lines, .. } = &*self.shared;
+        let mut refund = || rates.refund(bill, outcomes, clock.now_us(), decision.time_us);
         match lines {
             None => drop(refund()),
             Some(lines) => lines.give_back(bill, decision.time_us + decision.delay_us, refund),
@@ -272,7 +276,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
         }
     }
 
-    /// Forgets what is known of the keys of `request`: they are as good as new.
+    /// Forgets what is known of the keys of `request`: they are as good as new. A
+    /// [`DeferredStore`](crate::redis::DeferredStore) forgets them a moment later.
     ///
     /// # Errors
     ///
@@ -281,7 +286,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         self.needs_no_answer()?;
         let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
         self.write_bill(request, &mut bill, &mut outcomes)?;
-        self.shared.store.reset(&bill);
+        self.shared.rates.reset(bill, outcomes);
         Ok(())
     }
 
@@ -339,13 +344,31 @@ impl<R: ?Sized + 'static> Limiter<R> {
             let reset = remote.reset(&bill, &outcomes).await;
             return reset.ok_or_else(|| self.unavailable(remote.first_policy()));
         }
+        #[cfg(feature = "redis")]
+        if let Some(deferred) = &self.shared.rates.deferred {
+            let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
+            self.write_bill(request, &mut bill, &mut outcomes)?;
+            let reset = deferred.reset(bill, outcomes).await;
+            return reset.ok_or_else(|| self.unavailable(deferred.first_policy()));
+        }
         self.reset(request)
+    }
+
+    /// Tells a [`DeferredStore`](crate::redis::DeferredStore) all that it was not told yet, and takes over
+    /// how things stand there; for a service that is about to end. With other stores there is nothing
+    /// to do.
+    #[cfg(feature = "redis")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+    pub async fn flush(&self) {
+        if let Some(deferred) = &self.shared.rates.deferred {
+            deferred.flush().await;
+        }
     }
 
     /// How many keys are kept in this process at the moment.
     #[must_use]
     pub fn tracked_keys(&self) -> usize {
-        self.shared.store.tracked_keys()
+        self.shared.rates.tracked_keys()
     }
 
     /// Decides a request at once. One that has to wait gets a place in line, and what it waits for, and
@@ -364,7 +387,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
     fn admit_to_lines(&self, request: &R, extras: &mut Extras) -> Result<Decision, Rejection> {
         let aboard = self.board(request)?;
         let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
-        self.write_bill(request, &mut bill, &mut outcomes)?;
+        self.write_bill_here(request, &mut bill, &mut outcomes)?;
         // Who may wait is decided again, from the beginning.
         let again = self.may_wait(&bill).then(|| outcomes.clone());
         match self.decide_here(&bill, outcomes, None) {
@@ -420,7 +443,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
                 })
             }
         };
-        self.conclude(outcomes, acquired, turn)
+        self.conclude(outcomes, acquired, turn).map(|admitted| admitted.by(bill))
     }
 
     /// What comes of a bill.
@@ -531,7 +554,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let limiter = self.clone();
         Box::new(move |bill, outcomes| {
             let shared = &limiter.shared;
-            shared.store.refund(bill, outcomes, shared.clock.now_us(), time_us)
+            shared.rates.refund(bill, outcomes, shared.clock.now_us(), time_us)
         })
     }
 
@@ -601,9 +624,10 @@ impl<R: ?Sized + 'static> Limiter<R> {
 
     #[inline]
     fn fill_in(&self, decision: &mut Decision, request: &R, mode: Mode) -> Result<(), Rejection> {
-        let Decision { time_us, delay_us, outcomes, .. } = decision;
+        let Decision { time_us, delay_us, outcomes, stood_in, .. } = decision;
         let mut bill = Bill::default();
-        self.write_bill(request, &mut bill, outcomes)?;
+        self.write_bill_here(request, &mut bill, outcomes)?;
+        *stood_in = bill.stands_in();
         let acquired = self.shared.acquire(&bill, outcomes, mode, None);
         let admitted = acquired.admitted;
         *time_us = acquired.time_us;
@@ -615,6 +639,25 @@ impl<R: ?Sized + 'static> Limiter<R> {
             *delay_us = outcomes.iter().map(|outcome| outcome.delay_us).max().unwrap_or(0);
         }
         Ok(())
+    }
+
+    /// Writes what a request is to be charged in this process.
+    #[inline]
+    fn write_bill_here(
+        &self,
+        request: &R,
+        bill: &mut Bill,
+        outcomes: &mut Outcomes,
+    ) -> Result<(), Rejection> {
+        self.write_bill(request, bill, outcomes)?;
+        let Shared { rates, clock, .. } = &*self.shared;
+        let prepared = rates.prepare(bill, outcomes, || clock.now_us());
+        prepared.map_err(|policy| self.unavailable(policy))
+    }
+
+    #[cold]
+    fn unavailable(&self, policy: &'static str) -> Rejection {
+        self.rejection(Reason::Unavailable { policy })
     }
 
     #[inline]
@@ -639,6 +682,12 @@ impl<R: ?Sized + 'static> Limiter<R> {
 }
 
 impl Admitted {
+    /// It was decided by that bill.
+    fn by(mut self, bill: &Bill) -> Self {
+        self.decision.stood_in = bill.stands_in();
+        self
+    }
+
     /// The request holds that, too.
     fn with(mut self, aboard: Option<Aboard>) -> Self {
         if let Some(aboard) = aboard {
@@ -664,7 +713,7 @@ impl<R: ?Sized + 'static> Shared<R> {
                 self.acquire_slots(slots, bill, outcomes, mode, place, time_us)
             }
             _ => {
-                let admitted = self.store.acquire(bill, outcomes, time_us, mode);
+                let admitted = self.rates.acquire(bill, outcomes, time_us, mode);
                 Acquired { admitted, time_us, held: None }
             }
         }
@@ -685,7 +734,7 @@ impl<R: ?Sized + 'static> Shared<R> {
         let taken = slots.take(&bill.slots, held, mode, place, |fit| {
             // What rates have to say is told in any case.
             let mode = if fit { mode } else { Mode::Peek };
-            self.store.acquire(bill, rates, time_us, mode)
+            self.rates.acquire(bill, rates, time_us, mode)
         });
         let held = taken.map(|taken| Held::new(slots, taken, time_us));
         Acquired { admitted: held.is_some(), time_us, held }
@@ -702,7 +751,7 @@ impl<R: ?Sized> fmt::Debug for Limiter<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Limiter")
             .field("clock", &self.shared.clock)
-            .field("store", &self.shared.store)
+            .field("rates", &self.shared.rates)
             .finish_non_exhaustive()
     }
 }

@@ -164,6 +164,11 @@ pub enum BuildError {
     },
     /// The state is elsewhere, where nothing can wait for it.
     CannotAsk,
+    /// A policy needs the store before it decides, where the store is told of decisions later.
+    CannotDefer {
+        /// The policy.
+        policy: String,
+    },
     /// Two policies would have the same records in a store that is elsewhere.
     SameRecords {
         /// The policies.
@@ -311,6 +316,17 @@ impl<R: ?Sized + 'static> Stack<R> {
             EntryLimit::InFlight { .. } => Some((entry.name, entry.failure_mode)),
             EntryLimit::Rate { .. } => None,
         })
+    }
+
+    /// The first policy that cannot be decided before the store elsewhere is told: an exact log, or slots
+    /// that are held there.
+    #[cfg(feature = "redis")]
+    pub(crate) fn cannot_defer(&self) -> Option<&'static str> {
+        let cannot = |entry: &&Entry<R>| match &entry.limit {
+            EntryLimit::Rate { kind, .. } => *kind == Kind::SlidingLog,
+            EntryLimit::InFlight { slot, .. } => !slot.per_instance,
+        };
+        self.entries.iter().find(cannot).map(|entry| entry.name)
     }
 
     /// The names of the policies, with what each gives out, in order.
@@ -648,6 +664,11 @@ impl fmt::Display for BuildError {
             ),
             Self::CannotAsk => f.write_str(
                 "the state is in Redis, and an interceptor cannot wait for the answer; use the layer",
+            ),
+            Self::CannotDefer { policy } => write!(
+                f,
+                "policy `{policy}` cannot be deferred: a sliding log is exact, and slots are held in the \
+                 store; use another algorithm, `per_instance`, or the store without `deferred`"
             ),
             Self::SameRecords { policies: [a, b] } => write!(
                 f,

@@ -150,10 +150,15 @@ impl Guard {
         None
     }
 
+    /// Whether calls are being made.
+    pub(crate) fn is_up(&self) -> bool {
+        self.breaker.state() == State::Closed
+    }
+
     pub(crate) fn health(&self) -> Health {
         let Counters { decided, failed, late, skipped, downs } = &self.counters;
         Health {
-            is_up: self.breaker.state() == State::Closed,
+            is_up: self.is_up(),
             decided: decided.load(Relaxed),
             failed: failed.load(Relaxed),
             late: late.load(Relaxed),

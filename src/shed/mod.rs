@@ -104,7 +104,6 @@
 //! - Tell callers what a 503 with `Retry-After` means: come back, but not all at once. The times are
 //!   varied for that.
 
-mod background;
 mod error;
 mod fleet;
 mod law;

@@ -2,13 +2,13 @@
 
 use super::{
     Aboard, Held, Shed,
-    background::Background,
     error::ShedderError,
     law::{Law, Level, ONE, Settings},
     patience::Patience,
     utilization::Utilization,
 };
 use crate::{
+    background::Background,
     clock::{Clock, Stopwatch},
     name::{intern, is_name},
     priority::Priority,

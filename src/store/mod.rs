@@ -27,6 +27,10 @@ pub enum Store {
     #[cfg(feature = "redis")]
     #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
     Redis(redis::RedisStore),
+    /// In this process, and told to Redis or Valkey in the background.
+    #[cfg(feature = "redis")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+    Deferred(redis::DeferredStore),
 }
 
 impl From<LocalStore> for Store {
@@ -39,6 +43,13 @@ impl From<LocalStore> for Store {
 impl From<redis::RedisStore> for Store {
     fn from(store: redis::RedisStore) -> Self {
         Self::Redis(store)
+    }
+}
+
+#[cfg(feature = "redis")]
+impl From<redis::DeferredStore> for Store {
+    fn from(store: redis::DeferredStore) -> Self {
+        Self::Deferred(store)
     }
 }
 
@@ -101,6 +112,9 @@ pub(crate) struct Bill {
     /// Rules of quotas that were looked up for this request; behind each that of this instance's
     /// share of it, if the state is elsewhere.
     pub(crate) rules: Vec<Rule>,
+    /// Whether it is what failure modes made of another one.
+    #[cfg(feature = "redis")]
+    pub(crate) stands_in: bool,
 }
 
 /// How much sooner those who wait behind each charge of a bill have their turn once it is given
@@ -124,6 +138,16 @@ impl Bill {
     /// The slots of the fleet.
     pub(crate) fn slots_elsewhere(&self) -> &[Slot] {
         &self.slots[self.slots_here().len()..]
+    }
+}
+
+impl Bill {
+    /// Whether it is what failure modes made of another one.
+    pub(crate) const fn stands_in(&self) -> bool {
+        #[cfg(feature = "redis")]
+        return self.stands_in;
+        #[cfg(not(feature = "redis"))]
+        false
     }
 }
 

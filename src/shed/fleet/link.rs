@@ -3,8 +3,9 @@
 
 use super::{Shared, View, count::Load};
 use crate::{
+    background::Background,
     clock::{Clock, Sleep, Stopwatch},
-    shed::{background::Background, error::ShedderError},
+    shed::error::ShedderError,
     store::redis::{FleetSum, RedisStore},
 };
 use std::{

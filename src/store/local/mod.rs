@@ -343,6 +343,30 @@ impl Local {
         }
     }
 
+    /// Puts the state of a policy in place of what is known of it that another engine told in `numbers`
+    /// at `told_us`, and counts `cost` on top of it.
+    #[cfg(feature = "redis")]
+    pub(crate) fn take_in(
+        &self,
+        charge: &Charge,
+        rule: Option<&Rule>,
+        (numbers, told_us): ([u64; 3], u64),
+        now_us: u64,
+        cost: u64,
+    ) {
+        let mut shard = self.hold(charge);
+        let fingerprint = charge.fingerprint;
+        if shard.table.get_mut(fingerprint).is_none() {
+            shard.insert(fingerprint, now_us);
+        }
+        let Entry { rule: own, field } = &self.policies[charge.policy()];
+        if let Some(entry) = shard.table.get_mut(fingerprint) {
+            let rule = rule.unwrap_or(own);
+            let fresh_at_us = field.take_in(entry, rule, (numbers, told_us), now_us, cost);
+            shard.earliest_fresh_us = shard.earliest_fresh_us.min(fresh_at_us);
+        }
+    }
+
     /// How many keys are kept at the moment, of all spaces together.
     pub(crate) fn tracked_keys(&self) -> usize {
         let shards = self.spaces.iter().flat_map(|space| &space.shards);

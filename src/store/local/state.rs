@@ -6,6 +6,8 @@
 //! that was never charged, whatever the algorithm.
 
 use super::rings::{RingId, Rings};
+#[cfg(feature = "redis")]
+use crate::algorithm::Told;
 use crate::{
     algorithm::{Algorithm, FixedWindow, Meter, Pace, SlidingLog, SlidingWindow, Spent, Terms},
     decision::{Outcome, Verdict},
@@ -65,6 +67,44 @@ impl Field {
         }
         step_apart(rule, words, rings, now_us, outcome, step)
     }
+}
+
+#[cfg(feature = "redis")]
+impl Field {
+    /// Puts a state in place of what is there that another engine told in `numbers` at `told_us`, and
+    /// counts `cost` on top of it. Returns from when on it can be forgotten.
+    pub(super) fn take_in(
+        &self,
+        entry: &mut [u64],
+        rule: &Rule,
+        (numbers, told_us): ([u64; 3], u64),
+        now_us: u64,
+        cost: u64,
+    ) -> u64 {
+        let words = &mut entry[self.words.clone()];
+        let told = (numbers, told_us);
+        match rule {
+            Rule::Meter(meter) => take_in(meter, words, told, now_us, cost),
+            Rule::FixedWindow(window) => take_in(window, words, told, now_us, cost),
+            Rule::SlidingWindow(window) => take_in(window, words, told, now_us, cost),
+            // Nobody tells all that is in a log.
+            Rule::SlidingLog(_) => NOT_KEPT,
+        }
+    }
+}
+
+#[cfg(feature = "redis")]
+fn take_in<A: InWords + Told>(
+    algorithm: &A,
+    words: &mut [u64],
+    (numbers, told_us): ([u64; 3], u64),
+    now_us: u64,
+    cost: u64,
+) -> u64 {
+    let mut state = algorithm.state_told(numbers, told_us, now_us);
+    algorithm.settle(&mut state, now_us);
+    algorithm.count(&mut state, cost);
+    algorithm.write(&state, words)
 }
 
 /// A step of a decision.

@@ -3,7 +3,7 @@
 
 use super::codec::Told;
 use crate::{
-    algorithm::{Algorithm, FixedWindowState, SlidingLog, SlidingWindowState, Spent},
+    algorithm::{self, Algorithm, SlidingLog, Spent},
     decision::{Outcome, Verdict},
     store::{
         Rule, Slot,
@@ -22,23 +22,29 @@ pub(crate) fn fill_in<'a>(
     let mut decide = Decide::new(charging);
     let now_us = told.time_us;
     for ((rule, outcome), numbers) in rules.zip(outcomes).zip(&told.states) {
-        let [first, second, third] = *numbers;
         match rule {
-            Rule::Meter(meter) => {
-                decide.take(meter, &mut meter.state_at(now_us, first), now_us, outcome);
-            }
+            Rule::Meter(meter) => fill_in_told(meter, *numbers, now_us, outcome, &mut decide),
             Rule::FixedWindow(window) => {
-                let mut state = FixedWindowState { end_us: first, count: second };
-                decide.take(window, &mut state, now_us, outcome);
+                fill_in_told(window, *numbers, now_us, outcome, &mut decide);
             }
             Rule::SlidingWindow(window) => {
-                let mut state =
-                    SlidingWindowState { start_us: first, current: second, previous: third };
-                decide.take(window, &mut state, now_us, outcome);
+                fill_in_told(window, *numbers, now_us, outcome, &mut decide);
             }
             Rule::SlidingLog(log) => fill_in_log(log, *numbers, now_us, outcome, charging),
         }
     }
+}
+
+/// The same for an algorithm whose whole state was told.
+fn fill_in_told<A: algorithm::Told>(
+    algorithm: &A,
+    numbers: [u64; 3],
+    now_us: u64,
+    outcome: &mut Outcome,
+    decide: &mut Decide,
+) {
+    let mut state = algorithm.state_told(numbers, now_us, now_us);
+    decide.take(algorithm, &mut state, now_us, outcome);
 }
 
 /// The same for a log, of which only what matters was told: how many times are in it, which of them

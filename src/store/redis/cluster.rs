@@ -129,6 +129,11 @@ impl Cluster {
         })
     }
 
+    /// Whether the node that has a slot can be asked, as far as anybody knows.
+    pub(super) fn is_up(&self, slot: u16) -> bool {
+        self.map().owner(slot).is_none_or(|node| node.guard.is_up())
+    }
+
     /// All nodes that are known.
     pub(super) fn nodes(&self) -> Vec<(String, Arc<Node>)> {
         let map = self.map();

@@ -28,12 +28,22 @@ pub(crate) struct Ask {
     /// What the names of all its keys begin with.
     pub(crate) prefix: Arc<str>,
     pub(crate) charges: SmallVec<[AskedCharge; 3]>,
-    /// Whether it only asks, and is not charged.
-    pub(crate) peeks: bool,
+    pub(crate) purpose: Purpose,
     /// Who is to hold the slots that it asks for.
     pub(super) lease: Option<LeaseId>,
     /// Leases of the same slots that are to end before, each with the index of the charge.
     pub(super) ended: Vec<(usize, LeaseId, u64)>,
+}
+
+/// What a request is sent for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// To be charged if there is room for all of it.
+    Charge,
+    /// To be told what would come of that.
+    Peek,
+    /// To have counted what was admitted already. That is for buckets and windows only.
+    Count,
 }
 
 /// 128 random bits.
@@ -94,9 +104,16 @@ pub(crate) const MOST_LEASED: u64 = 10_000;
 /// What marks a request that asks for slots.
 const LEASES: u16 = 0x4000;
 
+/// What marks a request that was admitted already.
+const COUNTS: u16 = 0x2000;
+
 impl Ask {
-    pub(crate) fn new(prefix: Arc<str>, charges: SmallVec<[AskedCharge; 3]>, peeks: bool) -> Self {
-        Self { prefix, charges, peeks, lease: None, ended: Vec::new() }
+    pub(crate) fn new(
+        prefix: Arc<str>,
+        charges: SmallVec<[AskedCharge; 3]>,
+        purpose: Purpose,
+    ) -> Self {
+        Self { prefix, charges, purpose, lease: None, ended: Vec::new() }
     }
 
     /// How much it gives the server to do, as charges and members of sets.
@@ -398,7 +415,11 @@ pub(super) fn push_batch(command: &mut Cmd, asks: &[&Ask], has_msetex: bool) {
         run = key.map(|key| Run { ask, at: requests.len(), length: 1, next_key: key + 1 });
         requests.extend(1_u16.to_le_bytes());
         let mut count = ask.charges.len() as u16;
-        count |= if ask.peeks { PEEKS } else { 0 };
+        count |= match ask.purpose {
+            Purpose::Charge => 0,
+            Purpose::Peek => PEEKS,
+            Purpose::Count => COUNTS,
+        };
         count |= if ask.lease.is_some() { LEASES } else { 0 };
         requests.extend(count.to_le_bytes());
         if let Some(lease) = &ask.lease {
@@ -458,7 +479,8 @@ impl Ask {
         let is_twin = |(index, rule): (usize, &CodedRule)| {
             rules().take(index).any(|other| other.policy == rule.policy)
         };
-        self.only_identity().is_some()
+        self.purpose != Purpose::Count
+            && self.only_identity().is_some()
             && rules().all(|rule| rule.is_short)
             && !rules().enumerate().any(is_twin)
     }
@@ -466,7 +488,7 @@ impl Ask {
     /// Whether it is the same but for whom it is about.
     fn is_like(&self, other: &Self) -> bool {
         let mut pairs = self.charges.iter().zip(&other.charges);
-        self.peeks == other.peeks
+        self.purpose == other.purpose
             && (&self.lease, &other.lease) == (&None, &None)
             && self.charges.len() == other.charges.len()
             && pairs.all(|(one, two)| one.rule == two.rule && one.cost == two.cost)

@@ -22,6 +22,7 @@ mod checks;
 mod cluster;
 mod codec;
 mod connection;
+mod deferred;
 mod error;
 mod fleet;
 mod keeper;
@@ -37,12 +38,14 @@ mod shards;
 pub use crate::resilience::{Health, StateChange};
 pub use bb8_redis;
 pub use checks::Warning;
+pub use deferred::{DeferredHealth, DeferredStore};
 pub use error::StoreError;
 pub use leases::LeaseHealth;
 pub use redis as client;
 
 pub(crate) use answer::{fill_in, fill_in_slot, memory};
-pub(crate) use codec::{Ask, AskedCharge, CodedRule, MOST_LEASED, PolicyId, Told};
+pub(crate) use codec::{Ask, AskedCharge, CodedRule, MOST_LEASED, PolicyId, Purpose, Told};
+pub(crate) use deferred::Tally;
 pub(crate) use fleet::FleetSum;
 pub(crate) use leases::Lease;
 
@@ -437,6 +440,16 @@ impl RedisStore {
             Nodes::Shards(shards) => Place(shards.index_of(fingerprint)),
             #[cfg(feature = "cluster")]
             Nodes::Cluster(_) => Place(codec::slot_of(fingerprint).into()),
+        }
+    }
+
+    /// Whether what is in a place can be asked: its circuit breaker is closed. What nobody knows yet can.
+    pub(crate) fn is_up(&self, Place(place): Place) -> bool {
+        match &self.shared.nodes {
+            Nodes::One(node) => node.guard.is_up(),
+            Nodes::Shards(shards) => shards.node(place).guard.is_up(),
+            #[cfg(feature = "cluster")]
+            Nodes::Cluster(cluster) => cluster.is_up(place as u16),
         }
     }
 

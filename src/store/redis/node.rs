@@ -2,7 +2,7 @@
 
 use super::{
     checks::{self, Warning},
-    codec::{self, Ask, Told},
+    codec::{self, Ask, Purpose, Told},
     connection::Source,
     error::StoreError,
     lane::{Lane, Limits},
@@ -124,7 +124,7 @@ impl Node {
         let decision = self.guard.call_until(until, async {
             // If this is dropped, or fails, whatever was taken is given back.
             let mut lease = None;
-            if ask.slots().next().is_some() && !ask.peeks {
+            if ask.slots().next().is_some() && ask.purpose == Purpose::Charge {
                 lease = Some(Leases::give(self, &mut ask));
             }
             let told = self.ask(ask).await?;

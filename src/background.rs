@@ -11,7 +11,7 @@ use std::{
 use tokio::{runtime::Handle, task::AbortHandle};
 
 #[derive(Debug, Default)]
-pub(super) struct Background {
+pub(crate) struct Background {
     is_running: Arc<AtomicBool>,
     /// The task, or the last one.
     task: Mutex<Option<AbortHandle>>,
@@ -21,7 +21,7 @@ impl Background {
     /// Starts a task unless it runs. Where there is no runtime it waits for a call from one; after its
     /// runtime was shut down, for a call from another.
     #[inline]
-    pub(super) fn keep<F>(&self, make: impl FnOnce() -> F)
+    pub(crate) fn keep<F>(&self, make: impl FnOnce() -> F)
     where
         F: Future<Output = ()> + Send + 'static,
     {
@@ -51,7 +51,7 @@ impl Background {
     }
 
     /// Ends the task.
-    pub(super) fn abort(&self) {
+    pub(crate) fn abort(&self) {
         if let Some(task) = self.task.lock().take() {
             task.abort();
         }
