@@ -47,6 +47,9 @@ local function decide_buckets(now)
     alike, count, at = unpack('<I2I2', requests, at)
     local charging, first, costs, length = count < 32768, nil, 0, 0
     count = count % 32768
+    -- Whether they were admitted already.
+    local counting = count >= 8192
+    if counting then count = count - 8192 end
     for i = 1, count do
       local key, index, _, cost
       key, index, _, cost, at = unpack('<I2I2I2B', requests, at)
@@ -85,10 +88,15 @@ local function decide_buckets(now)
         n = n + 1
         told[n] = level
         if drops > 0 then
+          local before = level
           level = level + drops
-          if level > capacity then admitted = false end
+          if level > capacity then
+            admitted = false
+            -- What is above twice the limit is not counted.
+            if counting and level > 2 * capacity then level = math.max(before, 2 * capacity) end
+          end
         end
-        if admitted and charging then
+        if charging and (admitted or counting) then
           if drops_per_tick > 1 then
             spare = -level % drops_per_tick
             level = (level + spare) / drops_per_tick
@@ -100,10 +108,8 @@ local function decide_buckets(now)
           if after then after = after .. record else after = record end
         end
       end
-      if admitted then
-        bits = bits + bit
-        if charging then values[key], ends[key] = after, fresh end
-      end
+      if admitted then bits = bits + bit end
+      if charging and (admitted or counting) then values[key], ends[key] = after, fresh end
       bit = bit * 2
       if bit == 2 ^ 32 then
         n = n + 1

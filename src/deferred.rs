@@ -191,13 +191,16 @@ impl Deferred {
 }
 
 async fn keep_telling(counts: Arc<Counts>, in_use: Weak<()>) {
+    let mut spent_us = 0;
     loop {
-        counts.clock.sleep(counts.interval_us).await;
+        counts.clock.sleep(counts.interval_us.saturating_sub(spent_us)).await;
         let is_last = in_use.strong_count() == 0;
+        let began_us = counts.clock.now_us();
         counts.tell().await;
         if is_last {
             return;
         }
+        spent_us = counts.clock.now_us().saturating_sub(began_us);
     }
 }
 

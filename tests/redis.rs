@@ -19,7 +19,8 @@ use std::{
 use support::{
     Fields, T0, YEAR,
     fleet::{
-        ask, calls_of, crowd, is_admitted, left, lifetimes, names, patient, until, users, users_by,
+        ask, built, calls_of, crowd, is_admitted, left, lifetimes, names, patient, until, users,
+        users_by,
     },
     get, grpc, inputs, ms, ok,
     puppet::Puppet,
@@ -49,11 +50,11 @@ fn redis() -> Server {
 }
 
 fn store(server: &Server) -> RedisStore {
-    patient(server).build().unwrap()
+    built(patient(server))
 }
 
 fn store_at(server: &Server, clock: &ManualClock) -> RedisStore {
-    patient(server).clock(clock).build().unwrap()
+    built(patient(server).clock(clock))
 }
 
 /// The whole answer to a request through a layer.
@@ -97,7 +98,7 @@ fn on_every_server<S: Strategy>(
 fn promise_1_all_or_nothing() {
     on_every_server(20, &(stack(), traffic(20)), &async |server, namespace, (stack, traffic)| {
         let clock = ManualClock::at(T0);
-        let store = patient(server).namespace(namespace).clock(&clock).build().unwrap();
+        let store = built(patient(server).namespace(namespace).clock(&clock));
         let layer = with_policies(RateLimitLayer::builder().store(store), &stack).build().unwrap();
         let limiter = layer.limiter();
         for (gap_us, call) in traffic {
@@ -132,7 +133,7 @@ async fn promise_1_all_or_nothing_in_any_order() {
         let server = Server::start(flavour);
         for (namespace, backwards) in [("forwards", false), ("backwards", true)] {
             let clock = ManualClock::at(T0);
-            let store = patient(&server).namespace(namespace).clock(&clock).build().unwrap();
+            let store = built(patient(&server).namespace(namespace).clock(&clock));
             let mut policies = vec![
                 Policy::token_bucket("a", Quota::per_hour(1).burst(10)),
                 Policy::token_bucket("b", Quota::per_second(1).burst(1)),
@@ -202,7 +203,7 @@ async fn promise_2_one_round_trip_for_all_who_wait() {
             [(1, 64, 2), (1, 19, 2), (1, 5, 5), (2, 64, 3), (64, 64, 20)]
         {
             let server = Server::start(flavour);
-            let store = patient(&server).in_flight(in_flight).batch(batch).build().unwrap();
+            let store = built(patient(&server).in_flight(in_flight).batch(batch));
             let limiter = users(&store, [Policy::token_bucket("p", Quota::per_hour(7))]);
             let warm = async || limiter.check_async("other").await.is_ok();
             settle(&server, &store, warm).await;
@@ -322,7 +323,7 @@ async fn promise_4_one_clock_prints_a_reset_the_same_however_often_it_is_asked()
         for (number, (policy, reset)) in policies().into_iter().enumerate() {
             let clock = ManualClock::at(T0 + secs(10));
             let namespace = number.to_string();
-            let store = patient(&server).namespace(namespace).clock(&clock).build().unwrap();
+            let store = built(patient(&server).namespace(namespace).clock(&clock));
             let layer = RateLimitLayer::builder()
                 .store(store)
                 .key(Global)
@@ -361,7 +362,7 @@ async fn promise_4_one_clock_that_goes_back_gives_nothing_out_twice() {
         for algorithm in ALGORITHMS {
             let clock = ManualClock::at(T0 + secs(3_610));
             let namespace = format!("{algorithm:?}");
-            let store = patient(&server).namespace(namespace).clock(&clock).build().unwrap();
+            let store = built(patient(&server).namespace(namespace).clock(&clock));
             let limiter = users(&store, [algorithm.policy("p", Quota::per_second(150))]);
             assert_eq!(crowd(&limiter, "u", 151).await, 150);
             clock.set(T0 + secs(3_609));
@@ -378,7 +379,7 @@ async fn promise_4_one_clock_that_goes_back_gives_nothing_out_twice() {
 fn promise_5_honest_waits() {
     on_every_server(20, &(stack(), traffic(25)), &async |server, namespace, (stack, traffic)| {
         let clock = ManualClock::at(T0);
-        let store = patient(server).namespace(namespace).clock(&clock).build().unwrap();
+        let store = built(patient(server).namespace(namespace).clock(&clock));
         let layer = with_policies(RateLimitLayer::builder().store(store), &stack).build().unwrap();
         for (gap_us, call) in traffic {
             clock.advance(us(gap_us));
@@ -472,7 +473,7 @@ async fn promise_8_keys_dont_leak() {
         Flavour::ALL.into_iter().flat_map(|flavour| [(flavour, ""), (flavour, "k")])
     {
         let server = Server::start(flavour);
-        let store = patient(&server).namespace("api").hash_secret(secret).build().unwrap();
+        let store = built(patient(&server).namespace("api").hash_secret(secret));
         let layer = RateLimitLayer::builder()
             .store(store.clone())
             .key(Header::from_static("x-api-key"))
@@ -517,7 +518,7 @@ async fn promise_8_keys_dont_leak_what_can_be_guessed() {
     let server = redis();
     let mut seen = HashSet::new();
     for (secret, is_new) in [("", true), ("one", true), ("two", true), ("one", false)] {
-        let store = patient(&server).hash_secret(secret).build().unwrap();
+        let store = built(patient(&server).hash_secret(secret));
         let limiter = users(&store, [Policy::token_bucket("p", Quota::per_hour(9))]);
         assert_eq!(ask(&limiter, "192.0.2.1", 1).await, [true]);
         let new: Vec<_> =
@@ -724,7 +725,7 @@ async fn promise_10_shared_by_clone() {
     let server = redis();
     let layer = |namespace: &str| {
         RateLimitLayer::builder()
-            .store(patient(&server).namespace(namespace).build().unwrap())
+            .store(built(patient(&server).namespace(namespace)))
             .key(Global)
             .policy(Policy::token_bucket("p", Quota::per_hour(4)))
             .build()
@@ -897,7 +898,7 @@ async fn a_changed_quota_carries_usage_over() {
         for algorithm in ALGORITHMS {
             let clock = ManualClock::at(T0);
             let namespace = format!("{algorithm:?}");
-            let store = patient(&server).namespace(namespace).clock(&clock).build().unwrap();
+            let store = built(patient(&server).namespace(namespace).clock(&clock));
             let limiter = |limit| users(&store, [algorithm.policy("p", Quota::per_hour(limit))]);
             assert_eq!(ask(&limiter(10), "u", 8).await, [true; 8]);
             assert_eq!(left(&limiter(20), "u", "p").await, 12, "{algorithm:?}");
@@ -916,7 +917,7 @@ async fn a_changed_stack_leaves_the_other_policies_their_records() {
         for algorithm in ALGORITHMS {
             let clock = ManualClock::at(T0);
             let namespace = format!("{algorithm:?}");
-            let store = patient(&server).namespace(namespace).clock(&clock).build().unwrap();
+            let store = built(patient(&server).namespace(namespace).clock(&clock));
             let stack = |names: &[&'static str]| {
                 let policy = |&name| algorithm.policy(name, Quota::per_hour(10));
                 users(&store, names.iter().map(policy))
@@ -1068,7 +1069,7 @@ async fn state_without_an_expiry_heals() {
         let server = Server::start(flavour);
         for algorithm in ALGORITHMS {
             let namespace = format!("{algorithm:?}");
-            let store = patient(&server).namespace(namespace).build().unwrap();
+            let store = built(patient(&server).namespace(namespace));
             let limiter = users(&store, [algorithm.policy("p", Quota::new(2, ms(400)))]);
             server.command(&["FLUSHALL"]);
             let _ = ask(&limiter, "u", 3).await;
@@ -1087,7 +1088,7 @@ async fn state_without_an_expiry_heals() {
 #[tokio::test]
 async fn over_the_limit_is_no_failure() {
     let server = redis();
-    let store = patient(&server).instances(1).build().unwrap();
+    let store = built(patient(&server).instances(1));
     let policy = Policy::token_bucket("p", Quota::per_hour(2));
     let limiter = Limiter::<u64>::builder()
         .store(store.clone())
@@ -1140,7 +1141,7 @@ async fn cancelled_requests_lose_no_connections() {
         let manager = RedisConnectionManager::new(server.url()).unwrap();
         let given = bb8_redis::bb8::Pool::builder().max_size(2).build(manager).await.unwrap();
         let stores = [
-            patient(&server).in_flight(1).build().unwrap(),
+            built(patient(&server).in_flight(1)),
             RedisStore::from_pool(given.clone()).deadline(secs(20)).build().unwrap(),
         ];
         for store in stores {
@@ -1168,7 +1169,7 @@ async fn cancelled_requests_lose_no_connections() {
 async fn a_server_that_is_as_it_should_be_is_not_warned_of() {
     for flavour in Flavour::ALL {
         let server = Server::start(flavour);
-        let store = patient(&server).namespace("a").build().unwrap();
+        let store = built(patient(&server).namespace("a"));
         assert_eq!(store.check().await.unwrap(), [], "{flavour:?}");
         until("nothing is left", async || names(&server).is_empty()).await;
     }
@@ -1370,7 +1371,7 @@ async fn a_crowd_with_more_charges_than_fit_into_a_call() {
     for flavour in Flavour::ALL {
         let server = Server::start(flavour);
         let clock = ManualClock::at(T0);
-        let store = patient(&server).clock(&clock).batch(1_024).in_flight(1).build().unwrap();
+        let store = built(patient(&server).clock(&clock).batch(1_024).in_flight(1));
         let names = (0..30).map(|number| -> &'static str {
             Box::leak(format!("policy-{number}").into_boxed_str())
         });
@@ -1410,7 +1411,7 @@ async fn costs_of_any_size_are_weighed() {
         for algorithm in ALGORITHMS {
             let clock = ManualClock::at(T0);
             let namespace = format!("{algorithm:?}");
-            let store = patient(&server).namespace(namespace).clock(&clock).build().unwrap();
+            let store = built(patient(&server).namespace(namespace).clock(&clock));
             let limiter = Limiter::<u64>::builder()
                 .store(store.clone())
                 .key(Global)
@@ -1448,7 +1449,7 @@ async fn quotas_of_any_size_are_counted() {
                     .clock(&clock)
                     .build();
                 let namespace = format!("{number}-{index}-{}", period.as_micros());
-                let store = patient(&server).namespace(namespace).clock(&clock).build().unwrap();
+                let store = built(patient(&server).namespace(namespace).clock(&clock));
                 let limiter = Limiter::builder()
                     .key(|user: &str| user.to_owned())
                     .policy(policy)

@@ -1,6 +1,6 @@
 //! Decisions on state in Redis and Valkey: how many a second, how long they take, how much memory.
 //!
-//! `cargo bench --bench redis [-- throughput | latency | memory | leases | cluster | settings]`
+//! `cargo bench --bench redis [-- throughput | latency | memory | leases | cluster | deferred | settings]`
 //!
 //! It starts its own servers on loopback ports: redis-server 7.0 and Valkey 9, where tests/run.sh puts
 //! them. Client and server have a thread each. All quotas admit everything, so that each decision also
@@ -16,6 +16,7 @@
 //! - `memory`: what the server's `used_memory` grows by.
 //! - `leases`: slots of a concurrency limit, taken and released, and what it costs to hold many.
 //! - `cluster`: decisions about one identity on a cluster of three, against the same on one server.
+//! - `deferred`: decisions that the store is told of afterwards, and how much later that is.
 //! - `settings`: batch sizes and batches in flight against each other; only on demand.
 //!
 //! The peer `plain` is one call of one script for each policy, over one multiplexed connection; `bb8-redis`
@@ -43,6 +44,7 @@ mod clusters;
 mod ceiling;
 mod cluster;
 mod contenders;
+mod deferred;
 mod latency;
 mod leases;
 mod load;
@@ -61,7 +63,8 @@ fn main() {
     // cargo adds `--bench`.
     let groups: Vec<_> = env::args().skip(1).filter(|argument| argument != "--bench").collect();
     let asked = |group: &str| groups.iter().any(|asked| asked == group);
-    const GROUPS: [&str; 6] = ["throughput", "latency", "memory", "leases", "cluster", "settings"];
+    const GROUPS: [&str; 7] =
+        ["throughput", "latency", "memory", "leases", "cluster", "deferred", "settings"];
     if let Some(unknown) = groups.iter().find(|group| !GROUPS.contains(&group.as_str())) {
         eprintln!("there is no group `{unknown}`; there are {}", GROUPS.join(", "));
         exit(2);
@@ -84,6 +87,9 @@ fn main() {
             }
             if groups.is_empty() || asked("cluster") {
                 cluster::measure(flavour).await;
+            }
+            if groups.is_empty() || asked("deferred") {
+                deferred::measure(flavour).await;
             }
             if asked("settings") {
                 settings::measure(flavour).await;

@@ -35,6 +35,11 @@ impl Server {
             // The URL may hold a password.
             return Err(format!("the server of REDIS_URL does not answer: {reason}").into());
         }
+        Self::start().await
+    }
+
+    /// Starts a server.
+    pub(crate) async fn start() -> Result<Self, BoxError> {
         is_installed()?;
         // The port may be gone before the server listens at it, but not every time.
         for _ in 0..5 {

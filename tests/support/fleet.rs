@@ -19,6 +19,15 @@ pub(crate) fn patient(server: &Server) -> RedisStoreBuilder {
     builder(server).deadline(secs(20))
 }
 
+/// A store, in one test crate as one of shards that are no more than one.
+pub(crate) fn built(builder: RedisStoreBuilder) -> RedisStore {
+    let store = builder.build().unwrap();
+    match env!("CARGO_CRATE_NAME") {
+        "redis_by_shards" => RedisStore::shards([("only", store)]).unwrap(),
+        _ => store,
+    }
+}
+
 /// The way to a server is another one in some test crates that have the same tests.
 fn builder(server: &Server) -> RedisStoreBuilder {
     match env!("CARGO_CRATE_NAME") {

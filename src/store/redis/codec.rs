@@ -479,8 +479,7 @@ impl Ask {
         let is_twin = |(index, rule): (usize, &CodedRule)| {
             rules().take(index).any(|other| other.policy == rule.policy)
         };
-        self.purpose != Purpose::Count
-            && self.only_identity().is_some()
+        self.only_identity().is_some()
             && rules().all(|rule| rule.is_short)
             && !rules().enumerate().any(is_twin)
     }
