@@ -13,7 +13,6 @@ pub struct Decision {
     pub(crate) delay_us: u64,
     pub(crate) outcomes: Outcomes,
     /// This process stood in for a store elsewhere.
-    #[cfg(feature = "redis")]
     pub(crate) stood_in: bool,
     /// Who counted what, if not all was counted in one place.
     #[cfg(feature = "redis")]
@@ -139,7 +138,6 @@ impl Decision {
             time_us: 0,
             delay_us: 0,
             outcomes: Outcomes::new(),
-            #[cfg(feature = "redis")]
             stood_in: false,
             #[cfg(feature = "redis")]
             origins: None,

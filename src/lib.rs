@@ -103,6 +103,11 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+/// The examples in the pages of `docs/` compile.
+#[cfg(all(doctest, feature = "redis"))]
+#[doc = include_str!("../docs/regions.md")]
+struct Regions;
+
 mod algorithm;
 mod background;
 mod body;

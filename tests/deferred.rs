@@ -402,3 +402,54 @@ async fn promise_8_bounded_memory() {
     let lost = store.health().lost;
     assert!((100_000..200_000).contains(&lost), "{lost} of 400,000 were too many to keep");
 }
+
+// === several servers ===
+
+/// A request whose keys are on several servers is told to each of them.
+async fn all_keys_are_counted(store: RedisStore, clock: &ManualClock) {
+    let limiter = |store: Store| {
+        let builder = Limiter::<str>::builder().clock(clock);
+        let hourly = |name| Policy::token_bucket(name, Quota::per_hour(100));
+        builder
+            .policy(hourly("user").key(|user: &str| Key::from(user)))
+            .policy(hourly("pair").key(|user: &str| Key::from(&user[..6])))
+            .store(store)
+            .build()
+            .unwrap()
+    };
+    let deferred = store.clone().deferred(NEVER).unwrap();
+    let instances = [(); 2].map(|()| limiter(deferred.clone().into()));
+    let users: Vec<_> = (0..50).map(|number| format!("user-{number}")).collect();
+    for user in &users {
+        for instance in &instances {
+            instance.check(user).unwrap();
+        }
+    }
+    flush(&instances).await;
+    assert_eq!(deferred.health().lost, 0);
+    let asked = limiter(store.into());
+    for user in &users {
+        let decision = asked.peek_async(user).await.unwrap();
+        let left: Vec<_> = decision.outcomes().iter().map(|outcome| outcome.remaining()).collect();
+        let pair = users.iter().filter(|other| other[..6] == user[..6]).count() as u64;
+        assert_eq!(left, [98, 100 - 2 * pair], "{user}");
+    }
+}
+
+#[tokio::test]
+async fn all_keys_are_counted_on_shards() {
+    let (servers, clock) = ([(); 3].map(|()| redis()), ManualClock::at(T0));
+    let shard = |server| patient(server).clock(&clock).build().unwrap();
+    let shards = ["a", "b", "c"].into_iter().zip(servers.each_ref().map(shard));
+    all_keys_are_counted(RedisStore::shards(shards).unwrap(), &clock).await;
+    assert!(servers.iter().all(|server| !names(server).is_empty()));
+}
+
+#[cfg(feature = "cluster")]
+#[tokio::test]
+async fn all_keys_are_counted_on_a_cluster() {
+    let (cluster, clock) =
+        (support::clusters::Cluster::start(Flavour::Redis7, false), ManualClock::at(T0));
+    let store = RedisStore::cluster(cluster.urls()).deadline(secs(20)).clock(&clock);
+    all_keys_are_counted(store.build().unwrap(), &clock).await;
+}

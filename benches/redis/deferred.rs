@@ -58,7 +58,7 @@ async fn decisions(flavour: Flavour, asked: &RedisStore) {
         let operations = limiters.each_ref().map(|limiter| {
             let (names, runtime) = (&names, runtime.handle());
             Box::new(move |index: usize| {
-                let _entered = (index % 512 == 0).then(|| runtime.enter());
+                let _entered = index.is_multiple_of(512).then(|| runtime.enter());
                 limiter.check(&names[index % names.len()]).expect("everything is admitted");
             }) as Box<dyn Fn(usize) + Sync>
         });

@@ -276,8 +276,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
         }
     }
 
-    /// Forgets what is known of the keys of `request`: they are as good as new. A
-    /// [`DeferredStore`](crate::redis::DeferredStore) forgets them a moment later.
+    /// Forgets what is known of the keys of `request`: they are as good as new. A store that is told of
+    /// decisions afterwards forgets them a moment later.
     ///
     /// # Errors
     ///
@@ -627,7 +627,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let Decision { time_us, delay_us, outcomes, stood_in, .. } = decision;
         let mut bill = Bill::default();
         self.write_bill_here(request, &mut bill, outcomes)?;
-        *stood_in = bill.stands_in();
+        *stood_in = bill.stands_in;
         let acquired = self.shared.acquire(&bill, outcomes, mode, None);
         let admitted = acquired.admitted;
         *time_us = acquired.time_us;
@@ -684,7 +684,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
 impl Admitted {
     /// It was decided by that bill.
     fn by(mut self, bill: &Bill) -> Self {
-        self.decision.stood_in = bill.stands_in();
+        self.decision.stood_in = bill.stands_in;
         self
     }
 

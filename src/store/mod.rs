@@ -113,7 +113,6 @@ pub(crate) struct Bill {
     /// share of it, if the state is elsewhere.
     pub(crate) rules: Vec<Rule>,
     /// Whether it is what failure modes made of another one.
-    #[cfg(feature = "redis")]
     pub(crate) stands_in: bool,
 }
 
@@ -138,16 +137,6 @@ impl Bill {
     /// The slots of the fleet.
     pub(crate) fn slots_elsewhere(&self) -> &[Slot] {
         &self.slots[self.slots_here().len()..]
-    }
-}
-
-impl Bill {
-    /// Whether it is what failure modes made of another one.
-    pub(crate) const fn stands_in(&self) -> bool {
-        #[cfg(feature = "redis")]
-        return self.stands_in;
-        #[cfg(not(feature = "redis"))]
-        false
     }
 }
 
