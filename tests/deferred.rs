@@ -15,7 +15,7 @@ use support::{
     stacks::{ALGORITHMS, Algorithm},
     us,
 };
-use tokio::{runtime::Runtime, time::Instant};
+use tokio::{runtime::Runtime, task::yield_now, time::Instant};
 use tollgate::{
     BuildError, Decision, FailureMode, Limiter, LocalStore, ManualClock, Policy, Quota, Reason,
     Rejection, Store,
@@ -154,23 +154,66 @@ async fn what_was_admitted_beyond_the_limit_is_paid_back() {
     }
 }
 
-/// A crowd of instances is never so deep in debt that a caller is locked out for longer than a full
-/// limit takes to come back.
+/// However many instances are flooded at once, what is counted is no more than twice the limit.
 #[tokio::test]
 async fn debts_are_no_deeper_than_one_more_limit() {
     for algorithm in ALGORITHMS.into_iter().filter(|&algorithm| algorithm != Algorithm::SlidingLog)
     {
-        let (server, clock) = (redis(), ManualClock::at(T0));
-        let fleet = fleet(8, &clock, &server, || algorithm.policy("p", Quota::per_second(100)));
-        let admitted: u64 = fleet.iter().map(|instance| spend(instance, "u")).sum();
-        assert_eq!(admitted, 800, "{algorithm:?}");
-        flush(&fleet).await;
-        clock.advance(secs(1) + us(1));
-        flush(&fleet).await;
-        // A sliding window counts what was in the last one, until it is over.
-        clock.advance(if algorithm == Algorithm::SlidingWindow { ms(999) } else { ms(10) });
-        assert!(fleet[7].check("u").is_ok(), "{algorithm:?}");
+        // Alone, and with a record beside its own: scripts decide these in two ways.
+        for beside in [false, true] {
+            let (server, clock) = (redis(), ManualClock::at(T0));
+            let policies = || {
+                let daily = Policy::fixed_window("daily", Quota::per_day(10_000));
+                let hundred = algorithm.policy("p", Quota::per_second(100));
+                [hundred].into_iter().chain(beside.then_some(daily))
+            };
+            let store = patient(&server).clock(&clock).build().unwrap();
+            let asked = users_by(&clock, &store, policies());
+            let deferred = store.deferred(NEVER).unwrap();
+            let fleet: Vec<_> =
+                (0..7).map(|_| instance(&clock, deferred.clone(), policies())).collect();
+            let admitted: u64 = fleet.iter().map(|instance| spend(instance, "u")).sum();
+            assert_eq!(admitted, 700, "{algorithm:?}");
+            flush(&fleet).await;
+            // Both engines have counted the same.
+            assert_eq!(
+                said(fleet[6].peek("u")),
+                said(asked.peek_async("u").await),
+                "{algorithm:?}"
+            );
+            // In a sliding window two thirds of what was counted count still.
+            clock.advance(if algorithm == Algorithm::SlidingWindow {
+                ms(1_600)
+            } else {
+                ms(1_010)
+            });
+            assert!(fleet[6].check("u").is_ok(), "{algorithm:?}");
+            assert!(asked.check_async("u").await.is_ok(), "{algorithm:?}");
+        }
     }
+}
+
+/// What is admitted while the store is being told is not forgotten when it answers.
+#[tokio::test]
+async fn what_was_admitted_meanwhile_counts() {
+    let (server, clock) = (redis(), ManualClock::at(T0));
+    let limiter = instance(&clock, deferred(&server, &clock), [hundred_per_second()]);
+    for _ in 0..30 {
+        limiter.check("u").unwrap();
+    }
+    let telling = tokio::spawn({
+        let limiter = limiter.clone();
+        async move { limiter.flush().await }
+    });
+    // It is on its way, or waits for a connection.
+    yield_now().await;
+    for _ in 0..20 {
+        limiter.check("u").unwrap();
+    }
+    telling.await.unwrap();
+    assert_eq!(left(&limiter, "u"), 50);
+    limiter.flush().await;
+    assert_eq!(left(&limiter, "u"), 50);
 }
 
 #[derive(Clone, Debug)]
