@@ -17,11 +17,12 @@ use support::{
 };
 use tokio::{runtime::Runtime, task::yield_now, time::Instant};
 use tollgate::{
-    BuildError, Decision, FailureMode, Limiter, LocalStore, ManualClock, Policy, Quota, Reason,
-    Rejection, Store,
-    key::Key,
+    BuildError, Decision, FailureMode, Limiter, LocalStore, ManualClock, Policy, Quota,
+    RateLimitLayer, Reason, Rejection, Store,
+    key::{Global, Key},
     redis::{ConfigError, DeferredStore, RedisStore},
 };
+use tonic::service::Interceptor;
 
 /// Longer than any test: what is told is told because somebody says so.
 const NEVER: Duration = secs(60);
@@ -396,6 +397,27 @@ async fn failure_modes_answer_while_it_is_down() {
     until("it is back", async || closed.check("after").is_ok()).await;
     assert!(!closed.check("after").unwrap().stood_in_for("p"));
     assert_eq!(spend(&local, "after"), 100, "it counts by the whole limit again");
+}
+
+// === what could not be asked ===
+
+/// An interceptor cannot wait, and need not.
+#[tokio::test]
+async fn an_interceptor_tells_the_store_afterwards() {
+    let server = redis();
+    let store = patient(&server).build().unwrap().deferred(ms(5)).unwrap();
+    let layer = RateLimitLayer::builder()
+        .store(store.clone())
+        .key(Global)
+        .policy(Policy::token_bucket("p", Quota::per_hour(2)))
+        .build()
+        .unwrap();
+    let mut interceptor = layer.interceptor().unwrap();
+    assert!(interceptor.call(tonic::Request::new(())).is_ok());
+    assert!(interceptor.call(tonic::Request::new(())).is_ok());
+    let status = interceptor.call(tonic::Request::new(())).unwrap_err();
+    assert_eq!(status.code(), tonic::Code::ResourceExhausted);
+    until("it is told", async || store.health().told > 0).await;
 }
 
 // === what cannot be ===

@@ -120,7 +120,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
     /// # Errors
     ///
     /// [`Rejection`] if the request may not go on; it was charged nothing then. So it is if the state is
-    /// in Redis, for whose answer only [`check_async`](Self::check_async) and `ready` can wait, or if
+    /// in Redis and not deferred, for whose answer only [`check_async`](Self::check_async) and `ready` can wait, or if
     /// requests in flight are counted, by a concurrency limit or a load shedder: that is for
     /// [`acquire`](Self::acquire).
     pub fn check(&self, request: &R) -> Result<Decision, Rejection> {

@@ -663,7 +663,8 @@ impl fmt::Display for BuildError {
                  use the layer"
             ),
             Self::CannotAsk => f.write_str(
-                "the state is in Redis, and an interceptor cannot wait for the answer; use the layer",
+                "the state is in Redis, and an interceptor cannot wait for the answer; use the layer, or \
+                 `RedisStore::deferred`",
             ),
             Self::CannotDefer { policy } => write!(
                 f,

@@ -34,10 +34,14 @@ use std::{
 /// was.
 ///
 /// Until then it decides by what it knows: what it admitted itself counts at once, and the whole limit
-/// holds for it alone. So no window admits more than the algorithm's bound plus, for every instance, what
-/// that one admits within one lag, which is never more than its whole limit. What was admitted on top of
-/// the limit is counted, up to as much again as the limit, and so it is paid back: over times that are long
-/// against the lag the fleet gets what the quota says.
+/// holds for it alone. So within one lag each instance admits at most what the algorithm allows one that is
+/// alone. What all of them admitted on top of the limit is counted, and so it is paid back: a caller who
+/// asks steadily gets what the quota says, over times that are long against the lag.
+///
+/// No more is counted than twice the limit, so that a caller is not locked out for long. Somebody who waits
+/// until its limit has come back and then floods all of N instances within one lag gets N times the limit,
+/// and pays back one: 2.5 times the quota in the long run on five instances. A window forgets what was
+/// counted when it is over, and gives out up to N times the limit to those who flood it as it begins.
 ///
 /// Where that is too much, ask the store for every request: without `deferred`.
 ///
