@@ -135,6 +135,7 @@ impl Remote {
                 return Err(BuildError::SameRecords { policies });
             }
         }
+        store.use_for(!slots.is_empty(), false);
         Ok(Self { store, policies, slots, refunds: Semaphore::new(1) })
     }
 

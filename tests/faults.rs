@@ -22,6 +22,7 @@ use tokio::{runtime::Runtime, task::JoinSet, time::timeout};
 use tollgate::{
     FailureMode, Limiter, ManualClock, Policy, Quota, Reason,
     redis::{RedisStore, RedisStoreBuilder, StateChange, Warning},
+    shed::FleetShedder,
 };
 
 /// Three an hour, and everything while the server is out of reach.
@@ -504,6 +505,36 @@ async fn a_user_with_less_than_the_least_rights_is_named_what_is_missing() {
             // A right that nobody misses would not be needed.
             assert_eq!(store.health().failed > 0, missing != "+msetex", "{missing} {flavour:?}");
         }
+    }
+}
+
+/// What else takes rights is named where it is used, and nowhere else.
+#[tokio::test]
+async fn rights_for_slots_and_fleets_are_asked_for_where_they_are_needed() {
+    for flavour in Flavour::ALL {
+        let server = Server::start(flavour);
+        set_rights(&server, &least_rights(flavour));
+        let store = RedisStore::builder(url_of_user(&server)).deadline(secs(20)).build().unwrap();
+        let missing = async || match &store.check().await.unwrap()[..] {
+            [] => Vec::new(),
+            [Warning::MissingRights { commands }] => commands.clone(),
+            other => panic!("{other:?}"),
+        };
+        assert!(missing().await.is_empty());
+        let _fleet = FleetShedder::builder("fleet", 10).store(store.clone()).build().unwrap();
+        let of_fleet = ["HSET", "HGETALL", "HDEL"];
+        assert_eq!(missing().await, of_fleet, "{flavour:?}");
+        let limiter = users(&store, [Policy::concurrency("held", 1)]);
+        let of_slots = ["ZADD", "ZCARD", "PTTL", "ZREM", "ZREMRANGEBYSCORE"];
+        assert_eq!(missing().await, [&of_slots[..], &of_fleet].concat(), "{flavour:?}");
+        // With them, all is well.
+        let rights: Vec<_> =
+            of_slots.iter().chain(&of_fleet).map(|name| format!("+{name}")).collect();
+        let rights: Vec<_> = rights.iter().map(String::as_str).collect();
+        set_rights(&server, &[&least_rights(flavour)[..], &rights].concat());
+        assert!(missing().await.is_empty(), "{flavour:?}");
+        assert!(limiter.acquire("u").await.is_ok());
+        assert_eq!(store.health().failed, 0);
     }
 }
 

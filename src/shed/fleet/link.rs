@@ -103,6 +103,7 @@ impl Link {
         check(leases.contains(&lease), "lease", "two ticks at least and 10 minutes at most")?;
         check(instances != Some(0), "instances", "1 or more")?;
         let Some(store) = store else { return Ok(None) };
+        store.use_for(false, true);
         let instances = instances.unwrap_or(store.instances()).into();
         let wire = Wire {
             key: format!("{}:{{fleet:{name}}}", store.prefix()),

@@ -3,7 +3,11 @@
 use super::{error::StoreError, scripts::CHECK, server::Server};
 use crate::clock::Clock;
 use redis::{Value, cmd, from_redis_value};
-use std::{fmt, sync::atomic::Ordering::Relaxed, time::Duration};
+use std::{
+    fmt,
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    time::Duration,
+};
 
 /// Something about the server that will make limits wrong or fail.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,11 +44,25 @@ const CLOCK_TOLERANCE: Duration = Duration::from_secs(2);
 /// The oldest supported version.
 const OLDEST: (u32, u32) = (6, 2);
 
+/// What a store is used for that takes more commands than rates do.
+#[derive(Debug, Default)]
+pub(super) struct Uses {
+    pub(super) slots: AtomicBool,
+    pub(super) fleet: AtomicBool,
+}
+
 /// Looks the server over, and learns what it can do.
-pub(super) async fn look_over(server: &Server, key: &str) -> Result<Vec<Warning>, StoreError> {
+pub(super) async fn look_over(
+    server: &Server,
+    key: &str,
+    uses: &Uses,
+) -> Result<Vec<Warning>, StoreError> {
     let mut warnings = Vec::new();
     let reply = server.run(&CHECK, |command| {
         command.arg(1).arg(key);
+        for is_used in [&uses.slots, &uses.fleet] {
+            command.arg(u8::from(is_used.load(Relaxed)));
+        }
     });
     let Value::Array(reply) = reply.await? else { return Ok(warnings) };
     let mut texts = reply.into_iter().filter_map(|value| from_redis_value::<String>(value).ok());

@@ -487,6 +487,14 @@ impl RedisStore {
         self.node(place).await?.reset(ask).await
     }
 
+    /// From now on slots are leased, or the instances of a fleet tell each other what they have in flight.
+    pub(crate) fn use_for(&self, slots: bool, fleet: bool) {
+        for (_, node) in self.nodes() {
+            node.uses.slots.fetch_or(slots, Relaxed);
+            node.uses.fleet.fetch_or(fleet, Relaxed);
+        }
+    }
+
     /// The node that has a place. `None` if nobody knows.
     async fn node(&self, Place(place): Place) -> Option<Arc<Node>> {
         match &self.shared.nodes {
@@ -695,6 +703,7 @@ impl RedisStoreBuilder {
             prefix: prefix.clone(),
             clock: self.clock,
             hook: self.hook.map(Arc::new),
+            uses: Arc::default(),
         };
         let one = |source| Nodes::One(Arc::new(settings.node(source)));
         let nodes = match self.source {

@@ -1,7 +1,7 @@
 //! A primary, as an instance sees it: what is asked of it, and how it is doing.
 
 use super::{
-    checks::{self, Warning},
+    checks::{self, Uses, Warning},
     codec::{self, Ask, Purpose, Told},
     connection::Source,
     error::StoreError,
@@ -41,6 +41,7 @@ pub(super) struct Node {
     pub(super) prefix: Arc<str>,
     pub(super) deadline: Duration,
     look_over: Arc<AtomicU8>,
+    pub(super) uses: Arc<Uses>,
     /// The cluster that it belongs to, if any.
     #[cfg(feature = "cluster")]
     cluster: Weak<Cluster>,
@@ -54,6 +55,7 @@ pub(super) struct NodeSettings {
     pub(super) prefix: Arc<str>,
     pub(super) clock: Option<Clock>,
     pub(super) hook: Option<Arc<Hook>>,
+    pub(super) uses: Arc<Uses>,
 }
 
 impl NodeSettings {
@@ -71,6 +73,7 @@ impl NodeSettings {
             prefix: self.prefix.clone(),
             deadline,
             look_over,
+            uses: self.uses.clone(),
             #[cfg(feature = "cluster")]
             cluster: Weak::new(),
         }
@@ -223,7 +226,8 @@ impl Node {
         let key = self.check_key();
         // A connection may have to be made first.
         let patience = 10 * self.deadline;
-        let looked_over = timeout(patience, checks::look_over(&self.server, &key)).await;
+        let looked_over =
+            timeout(patience, checks::look_over(&self.server, &key, &self.uses)).await;
         looked_over.unwrap_or(Err(StoreError::Late))
     }
 
