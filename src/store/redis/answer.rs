@@ -3,7 +3,7 @@
 
 use super::codec::Told;
 use crate::{
-    algorithm::{Algorithm, FixedWindowState, SlidingLog, SlidingWindowState, Spent},
+    algorithm::{Algorithm, FixedWindowState, Mark, SlidingLog, SlidingWindowState},
     decision::{Outcome, Verdict},
     store::{
         Rule, Slot,
@@ -26,6 +26,10 @@ pub(crate) fn fill_in<'a>(
         match rule {
             Rule::Meter(meter) => {
                 decide.take(meter, &mut meter.state_at(now_us, first), now_us, outcome);
+                if outcome.height > 0 {
+                    let mark = Mark::told(second, third);
+                    outcome.height = meter.height_with(&mark, outcome.height);
+                }
             }
             Rule::FixedWindow(window) => {
                 let mut state = FixedWindowState { end_us: first, count: second };
@@ -80,11 +84,9 @@ pub(crate) fn fill_in_slot(slot: &Slot, held: u64, outcome: &mut Outcome, chargi
 
 /// What the refund script has to know of the moment at which something was spent.
 pub(crate) fn memory(rule: &Rule, spent_us: u64, outcome: &Outcome) -> u64 {
-    let Outcome { cost, remaining, reset_us, .. } = *outcome;
-    let spent = Spent { time_us: spent_us, cost, remaining, reset_us };
     match rule {
-        Rule::Meter(meter) => meter.memory(&spent),
-        Rule::FixedWindow(window) => window.memory(&spent),
+        Rule::Meter(_) => outcome.height,
+        Rule::FixedWindow(window) => window.memory(spent_us),
         Rule::SlidingWindow(_) | Rule::SlidingLog(_) => 0,
     }
 }
