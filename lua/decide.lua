@@ -13,7 +13,9 @@
 -- ARGV[3]  in tests: the present, in microseconds
 -- RETURNS  numbers of 7 bytes: the present in microseconds; then for up to 32 requests at a time what
 --          was told of the states before each charge, and bits that tell which were admitted, lowest
---          first
+--          first; at last for each bucket that was charged and has a mark that counts (meter.lua) the
+--          index of its identity, the hash of its policy, the drops that were given back, and how long a
+--          full bucket takes to drain
 -- TTL      a key expires when all of its states equal those of a caller never seen, or later. Where
 --          nothing was charged, nothing is written, unless a state had to be brought to another quota
 --          or back from the future of a clock that was put back.
@@ -98,4 +100,6 @@ if bit > 1 then
   n = n + 1
   told[n] = bits
 end
+-- Only strings that were taken apart may have marks.
+if apart then n = apart.tell_marks(told, n) end
 return tell(told, n)

@@ -18,7 +18,10 @@ while at <= #charges do
   -- Of one who is not known, nothing is left to give back.
   if values[key] then
     if not rule.states[key] then settle(key, rule, KEYS[ring]) end
-    rule.kind.refund(rule, key, cost, spent_us, then_told)
+    apart = apart or define_apart()
+    local mark = apart.find_mark(key, rule)
+    local raw, fresh = rule.kind.refund(rule, key, cost, spent_us, then_told, mark)
+    if raw then apart.put_mark(key, rule, mark, raw, fresh) end
     change(key, rule)
   end
 end

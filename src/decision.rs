@@ -85,6 +85,9 @@ pub struct Outcome {
     pub(crate) reset_us: u64,
     /// How long the request has to wait for its turn by this policy; 0 is not at all.
     pub(crate) delay_us: u64,
+    /// How high what it was charged stands in its bucket, for giving it back
+    /// ([`Spent::height`](crate::algorithm::Spent)); 0 if it was not charged.
+    pub(crate) height: u64,
     pub(crate) verdict: Verdict,
 }
 
@@ -333,7 +336,7 @@ impl Outcome {
     #[inline]
     pub(crate) const fn open(policy: &'static str, quota: Allotment, cost: u64) -> Self {
         let verdict = Verdict::Never;
-        Self { policy, quota, cost, remaining: 0, reset_us: 0, delay_us: 0, verdict }
+        Self { policy, quota, cost, remaining: 0, reset_us: 0, delay_us: 0, height: 0, verdict }
     }
 
     /// The policy's name.

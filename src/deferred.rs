@@ -12,7 +12,7 @@ use crate::{
     key::Fingerprint,
     remote::{Count, FallenBack, Portion, Remote},
     store::{
-        Bill, Lengths, Mode,
+        Bill, Mode, Refunds,
         local::Local,
         redis::{DeferredStore, Tally},
     },
@@ -151,11 +151,11 @@ impl Deferred {
         outcomes: &mut [Outcome],
         now_us: u64,
         spent_us: u64,
-    ) -> Lengths {
-        let lengths_us = self.counts.local.refund(bill, outcomes, now_us, spent_us);
+    ) -> Refunds {
+        let refunds = self.counts.local.refund(bill, outcomes, now_us, spent_us);
         self.note(bill, |_| 0, now_us);
         self.counts.give_back(bill, outcomes, spent_us);
-        lengths_us
+        refunds
     }
 
     /// Forgets all that is known here of those whom a bill is for. The future has the store forget it.

@@ -265,7 +265,7 @@ impl Remote {
         spent_us: u64,
     ) -> Vec<u64> {
         let of = |&index: &usize| {
-            memory(self.rule(bill, &bill.charges[index]), spent_us, &outcomes[index])
+            memory(self.rule(bill, &bill.charges[index]), spent_us, outcomes[index].height)
         };
         charges.iter().map(of).collect()
     }
@@ -289,9 +289,8 @@ impl Remote {
     pub(crate) async fn uncount(&self, count: &Count, cost: u64, spent_us: u64) -> Option<()> {
         let place = self.store.place_of(count.charge.fingerprint);
         let rule = count.rule.as_ref().unwrap_or(&self.policies[count.charge.policy()].rule);
-        let outcome =
-            Outcome { cost, remaining: u64::MAX, ..Outcome::open("", rule.allotment(), 1) };
-        let memory = memory(rule, spent_us, &outcome);
+        // Nobody knows what was beneath it there.
+        let memory = memory(rule, spent_us, 0);
         let ask = self.ask_of([(count, cost)].into_iter(), Purpose::Charge);
         self.store.refund(place, &ask, spent_us, &[memory]).await
     }

@@ -5,10 +5,11 @@
 //! cancelled gives up its place: what it was charged is given back, and all behind it move up.
 
 use crate::{
+    algorithm::GivenBack,
     clock::{Clock, Sleep},
     decision::{Outcome, Outcomes},
     key::Fingerprint,
-    store::{Bill, Lengths},
+    store::{Bill, Refunds},
 };
 use parking_lot::Mutex;
 use std::{
@@ -48,6 +49,9 @@ pub(crate) struct Place {
     turn_us: AtomicU64,
     /// How long that was from when it joined.
     delay_us: u64,
+    /// What was given back by those behind it. It is counted as if it had lain beneath all, but this one
+    /// stands as high as before.
+    above: AtomicU64,
     waiter: Mutex<Option<Waker>>,
 }
 
@@ -77,6 +81,7 @@ impl Lines {
                 charge: index,
                 turn_us: AtomicU64::new(now_us + delay_us),
                 delay_us,
+                above: AtomicU64::new(0),
                 waiter: Mutex::new(None),
             });
             lines.entry(place.line).or_default().push(place.clone());
@@ -87,14 +92,13 @@ impl Lines {
 
     /// Gives back what somebody who does not wait was charged, by `refund`. Those who have their turn
     /// after the one it had at `turn_us` move up.
-    pub(crate) fn give_back(&self, bill: &Bill, turn_us: u64, refund: impl FnOnce() -> Lengths) {
+    pub(crate) fn give_back(&self, bill: &Bill, turn_us: u64, refund: impl FnOnce() -> Refunds) {
         let mut moved_up = Vec::new();
         let lines = self.0.lock();
-        let lengths_us = refund();
-        for (charge, by_us) in bill.charges.iter().zip(lengths_us).filter(|(_, by_us)| *by_us > 0) {
+        for (charge, GivenBack { by_us, .. }) in bill.charges.iter().zip(refund()) {
             let line = lines.get(&(charge.policy(), charge.fingerprint, Counted::Here));
             let behind = line.into_iter().flatten();
-            let behind = behind.filter(|place| place.turn_us.load(Relaxed) > turn_us);
+            let behind = behind.filter(|place| by_us > 0 && place.turn_us.load(Relaxed) > turn_us);
             moved_up.extend(behind.filter_map(|place| place.move_up(by_us)));
         }
         drop(lines);
@@ -103,17 +107,20 @@ impl Lines {
 
     /// Takes places out of their lines, and tells those behind each how much they move up, as
     /// `give_up` finds out.
-    fn leave(&self, places: &[Arc<Place>], give_up: impl FnOnce() -> Vec<u64>) {
+    fn leave(&self, places: &[Arc<Place>], give_up: impl FnOnce() -> Vec<GivenBack>) {
         let mut moved_up = Vec::new();
         let mut lines = self.0.lock();
-        let lengths_us = give_up();
-        for (place, by_us) in places.iter().zip(lengths_us) {
+        for (place, GivenBack { by_us, counted }) in places.iter().zip(give_up()) {
             let Some(line) = lines.get_mut(&place.line) else {
                 continue;
             };
             if let Some(index) = line.iter().position(|other| Arc::ptr_eq(other, place)) {
                 line.remove(index);
-                let behind = line[index..].iter().filter(|_| by_us > 0);
+                let (ahead, behind) = line.split_at(index);
+                ahead.iter().for_each(|ahead| {
+                    ahead.above.fetch_add(counted, Relaxed);
+                });
+                let behind = behind.iter().filter(|_| by_us > 0);
                 moved_up.extend(behind.filter_map(|behind| behind.move_up(by_us)));
             }
             if line.is_empty() {
@@ -160,7 +167,7 @@ pub(crate) struct Turn {
     refund: Refund,
 }
 
-pub(crate) type Refund = Box<dyn Fn(&Bill, &mut [Outcome]) -> Lengths + Send + Sync>;
+pub(crate) type Refund = Box<dyn Fn(&Bill, &mut [Outcome]) -> Refunds + Send + Sync>;
 
 /// A sleep, and until when.
 struct Asleep {
@@ -200,7 +207,8 @@ impl Future for Turn {
             let now_us = self.clock.now_us();
             let turn_us = self.turn_us(now_us);
             if turn_us <= now_us {
-                self.lines.leave(&self.places, || vec![0; self.places.len()]);
+                let nothing = || vec![GivenBack::default(); self.places.len()];
+                self.lines.leave(&self.places, nothing);
                 self.places.clear();
                 return Poll::Ready(());
             }
@@ -229,14 +237,17 @@ impl Drop for Turn {
         lines.leave(places, || {
             let now_us = clock.now_us();
             if places.iter().all(|place| place.turn_us(now_us) <= now_us) {
-                return vec![0; places.len()];
+                return vec![GivenBack::default(); places.len()];
+            }
+            for place in places.iter() {
+                outcomes[place.charge].height += place.above.load(Relaxed);
             }
             // A slot that has passed is nobody's any more.
             for place in places.iter().filter(|place| place.turn_us(now_us) <= now_us) {
                 outcomes[place.charge].cost = 0;
             }
-            let lengths_us = refund(bill, outcomes);
-            places.iter().map(|place| lengths_us[place.charge]).collect()
+            let refunds = refund(bill, outcomes);
+            places.iter().map(|place| refunds[place.charge]).collect()
         });
     }
 }

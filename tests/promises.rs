@@ -274,9 +274,8 @@ proptest! {
 fn within_bound(algorithm: Algorithm, limit: u64, admitted: u64, time: Duration) -> bool {
     let us = time.as_micros() as u64;
     match algorithm {
-        // A burst, and less than another that was given back while what lay on top of it was not.
         Algorithm::TokenBucket | Algorithm::LeakyBucket => {
-            admitted * 1_000_000 < limit * (2_000_000 + us)
+            admitted * 1_000_000 <= limit * (1_000_000 + us)
         }
         Algorithm::SlidingLog => admitted <= limit * (us / 1_000_000 + 1),
         _ => admitted <= 2 * limit * (us / 1_000_000 + 1),
@@ -339,6 +338,73 @@ fn promise_2_exact_also_after_a_refund() {
         }
         assert_eq!(app.status(get()), 429, "{algorithm:?}");
     }
+}
+
+/// What is given back lay beneath something else, which therefore drains sooner.
+#[test]
+fn promise_2_exact_where_the_older_is_given_back_first() {
+    for algorithm in [Algorithm::TokenBucket, Algorithm::LeakyBucket] {
+        let app = App::new(|builder| {
+            builder.key(Global).policy(algorithm.policy("p", Quota::per_second(10)))
+        });
+        let limiter = app.layer.limiter();
+        let request = get().into_parts().0;
+        let check = || limiter.check(&request).unwrap();
+        let refund = |decision: &Decision| limiter.refund(&request, decision).unwrap();
+        let older: Vec<_> = (0..5).map(|_| check()).collect();
+        let newer: Vec<_> = (0..5).map(|_| check()).collect();
+        older.iter().for_each(refund);
+        app.at(ms(90));
+        assert_eq!(app.statuses(5, get), [200; 5]);
+        newer.iter().for_each(refund);
+        assert_eq!(app.statuses(6, get), [200, 200, 200, 200, 200, 429], "{algorithm:?}");
+        app.at(ms(100));
+        assert_eq!(app.status(get()), 429, "eleven in a tenth of a second");
+    }
+}
+
+/// Also if the bucket was empty in between, so that nothing else was known of it.
+#[test]
+fn promise_2_exact_where_the_older_is_given_back_first_and_nothing_is_left() {
+    for algorithm in [Algorithm::TokenBucket, Algorithm::LeakyBucket] {
+        let app = App::new(|builder| {
+            builder.key(Global).policy(algorithm.policy("p", Quota::per_second(10)))
+        });
+        let limiter = app.layer.limiter();
+        let request = get().into_parts().0;
+        let older: Vec<_> = (0..9).map(|_| limiter.check(&request).unwrap()).collect();
+        let newer = limiter.check(&request).unwrap();
+        for decision in &older {
+            limiter.refund(&request, decision).unwrap();
+        }
+        app.at(ms(150));
+        assert_eq!(app.statuses(5, get), [200; 5]);
+        limiter.refund(&request, &newer).unwrap();
+        assert_eq!(app.statuses(6, get), [200, 200, 200, 200, 200, 429], "{algorithm:?}");
+    }
+}
+
+/// Where there is no room to remember that something was given back, nothing is given back from beneath
+/// others.
+#[test]
+fn promise_2_exact_where_there_is_no_room_for_what_refunds_leave() {
+    let app = App::new(|builder| {
+        let policy = |name| Policy::token_bucket(name, Quota::per_minute(10));
+        let store = LocalStore::new().max_keys(1);
+        builder.key(Global).store(store).policy(policy("a")).policy(policy("b"))
+    });
+    let limiter = app.layer.limiter();
+    let request = get().into_parts().0;
+    let left = || {
+        let decision = limiter.peek(&request).unwrap();
+        decision.outcomes().iter().map(Outcome::remaining).collect::<Vec<_>>()
+    };
+    let [older, newer] = [(); 2].map(|()| limiter.check(&request).unwrap());
+    assert_eq!(left(), [8, 8]);
+    limiter.refund(&request, &older).unwrap();
+    assert_eq!(left(), [9, 8]);
+    limiter.refund(&request, &newer).unwrap();
+    assert_eq!(left(), [10, 9], "nothing lay above it");
 }
 
 #[test]

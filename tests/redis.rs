@@ -960,6 +960,70 @@ async fn a_changed_algorithm_does_not_read_the_other_ones_records() {
     }
 }
 
+fn ten_per_second(server: &Server, clock: &ManualClock) -> Limiter<str> {
+    users(&store_at(server, clock), [Policy::token_bucket("p", Quota::per_second(10))])
+}
+
+/// Spends what there is, up to `most`.
+async fn spend(limiter: &Limiter<str>, most: usize) -> Vec<Decision> {
+    let mut spent = Vec::new();
+    while spent.len() < most
+        && let Ok(decision) = limiter.check_async("u").await
+    {
+        spent.push(decision);
+    }
+    spent
+}
+
+/// What is given back lay beneath something else, which therefore drains sooner.
+#[tokio::test]
+async fn promise_3_exact_where_the_older_is_given_back_first() {
+    for flavour in Flavour::ALL {
+        let server = Server::start(flavour);
+        let clock = ManualClock::at(T0);
+        let limiter = ten_per_second(&server, &clock);
+        let (older, newer) = (spend(&limiter, 5).await, spend(&limiter, 9).await);
+        for decision in &older {
+            limiter.refund_async("u", decision).await.unwrap();
+        }
+        clock.set(T0 + ms(90));
+        assert_eq!(spend(&limiter, 5).await.len(), 5);
+        for decision in &newer {
+            limiter.refund_async("u", decision).await.unwrap();
+        }
+        assert_eq!(spend(&limiter, 9).await.len(), 5);
+        clock.set(T0 + ms(100));
+        assert_eq!(spend(&limiter, 9).await.len(), 0, "eleven in a tenth of a second");
+    }
+}
+
+/// Also if the bucket was empty in between. The mark that tells of it is gone when it is of no use.
+#[tokio::test]
+async fn promise_3_exact_where_the_older_is_given_back_first_and_nothing_is_left() {
+    for flavour in Flavour::ALL {
+        let server = Server::start(flavour);
+        let clock = ManualClock::at(T0);
+        let limiter = ten_per_second(&server, &clock);
+        let length = || {
+            let [name] = &names(&server)[..] else { panic!("one key") };
+            server.command(&["STRLEN", name]).number()
+        };
+        let (older, newer) = (spend(&limiter, 9).await, spend(&limiter, 1).await);
+        assert_eq!(length(), 11);
+        for decision in &older {
+            limiter.refund_async("u", decision).await.unwrap();
+        }
+        assert_eq!(length(), 41);
+        clock.set(T0 + ms(150));
+        assert_eq!(spend(&limiter, 5).await.len(), 5);
+        limiter.refund_async("u", &newer[0]).await.unwrap();
+        assert_eq!(left(&limiter, "u", "p").await, 5);
+        clock.set(T0 + secs(2));
+        assert_eq!(spend(&limiter, 1).await.len(), 1);
+        assert_eq!(length(), 11);
+    }
+}
+
 #[tokio::test]
 async fn what_is_given_back_can_be_spent_again() {
     for flavour in Flavour::ALL {

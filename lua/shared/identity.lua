@@ -5,7 +5,8 @@
 --   0 to 3   a bucket, with terms in short (bit 0: and the units of a full one; bit 1: and drops to
 --            spare)
 --   4        a bucket with terms in full, behind the length of the record
---   5, 6, 7  fixed window, sliding window, sliding log
+--   5, 6, 7  fixed window, sliding window, sliding log; but 6 with the hash of a bucket is its mark
+--            (meter.lua), which is a record of its own, because it may outlive that of the bucket
 -- Records of policies that are not asked are kept as they are, as long as they mean something.
 
 -- The rules that requests are held against, one after the other: kind, id, code, six numbers, the
@@ -129,7 +130,48 @@ local function define_apart()
     if moved then changed[key] = true end
   end
 
-  return { read_all = read_all, take = take }
+  -- The mark of a bucket, if it has one.
+  local function find_mark(key, rule)
+    local list = read_all(key)
+    for i = 1, #list do
+      local record = list[i]
+      if record.id == rule.id and record.code == 6 and record.fresh > now then return record end
+    end
+  end
+
+  -- Leaves a mark in place of another one.
+  local function put_mark(key, rule, mark, raw, fresh)
+    if not mark then
+      mark = { id = rule.id, code = 6 }
+      table.insert(others[key], mark)
+    end
+    mark.raw, mark.fresh = raw, fresh
+  end
+
+  -- Tells the marks that count of those buckets that were charged, when all is written. Returns how many
+  -- numbers were told.
+  local function tell_marks(told, n)
+    for key in pairs(changed) do
+      for _, record in ipairs(others[key] or {}) do
+        for i = 1, record.code == 6 and #rules or 0 do
+          if rules[i].id == record.id and rules[i].states[key] then
+            local given_back, _, span = unpack('<I7I7I7', record.raw, 10)
+            if now + span <= record.fresh then
+              told[n + 1], told[n + 2], told[n + 3], told[n + 4] = key, record.id, given_back, span
+              n = n + 4
+            end
+            break
+          end
+        end
+      end
+    end
+    return n
+  end
+
+  return {
+    read_all = read_all, take = take,
+    find_mark = find_mark, put_mark = put_mark, tell_marks = tell_marks,
+  }
 end
 
 -- Brings the state of a rule's policy for an identity to the present. Leases have no record.

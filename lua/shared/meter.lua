@@ -3,6 +3,8 @@
 -- a state can be, how many drops can be counted.
 -- Record: when the bucket is empty; the terms that it is counted by; the drops that the last tick has
 -- to spare, if a tick drains more than one. Terms are written in one of two ways (see `read_terms`).
+-- Mark: until when it is kept; how many drops were given back; how many are a unit; how long a full
+-- bucket takes to drain, in microseconds.
 -- State: the drops in the bucket. Told: the same, before the request.
 
 -- What only other quotas and refunds need.
@@ -105,13 +107,35 @@ local function define_meter_conversion()
     return wide > 0 and raw .. pack('<I' .. wide, spare) or raw
   end
 
-  -- `level` is what the bucket held right after this was spent, of which the cost was the top.
-  local function refund(rule, key, cost, spent_us, level)
-    local elapsed = math.floor(now / rule.tick_us) - math.floor(spent_us / rule.tick_us)
+  -- The most drops that are counted as given back; beyond it nothing is certain but how long a charge is ago.
+  local MOST_GIVEN_BACK = 2 ^ 53
+
+  -- `height` is what the bucket held right after this was spent, of which the cost was the top, and
+  -- what had been given back by then; `mark` is its mark, if it has one. Returns the mark that it has
+  -- from now on, and until when, if that is another one.
+  local function refund(rule, key, cost, spent_us, height, mark)
+    local span, given_back = math.ceil(rule.capacity / rule.drops_per_tick) * rule.tick_us, 0
+    if mark then
+      local drops_per_unit, its_span
+      given_back, drops_per_unit, its_span = unpack('<I7I7I7', mark.raw, 10)
+      if drops_per_unit ~= rule.drops_per_unit then given_back = MOST_GIVEN_BACK end
+      if spent_us + its_span <= mark.fresh then height = height - given_back end
+      span = math.max(span, its_span)
+    end
     local drops = cost * rule.drops_per_unit
-    local drained = math.max(elapsed, 0) * rule.drops_per_tick
-    local left = math.min(math.max(math.max(level, drops) - drained, 0), drops)
-    rule.states[key] = math.max(rule.states[key] - left, 0)
+    height = math.min(math.max(height, drops), rule.capacity)
+    local elapsed = math.floor(now / rule.tick_us) - math.floor(spent_us / rule.tick_us)
+    local top = math.max(height - math.max(elapsed, 0) * rule.drops_per_tick, 0)
+    local level = rule.states[key]
+    local left = math.min(drops, top, level)
+    rule.states[key] = level - left
+    -- What lies above it sinks.
+    if left > 0 and level > top then
+      local fresh = math.max(mark and mark.fresh or 0, now + 2 * span)
+      local low = fresh % LOW
+      return pack('<I2I6BI7I7I7', rule.id, low, (fresh - low) / LOW + 6 * 32,
+        math.min(given_back + left, MOST_GIVEN_BACK), rule.drops_per_unit, span), fresh
+    end
   end
 
   return { convert = convert, write_overfull = write_overfull, refund = refund }

@@ -4,7 +4,7 @@
 //! Around a boundary up to twice the limit can pass within one window's length; that is the bound
 //! of this algorithm.
 
-use super::{Algorithm, Spent, calendar};
+use super::{Algorithm, GivenBack, Mark, Spent, calendar};
 use crate::quota::{Period, Quota, QuotaError};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,8 +80,8 @@ impl FixedWindow {
 
     /// What another engine needs to know of that moment to give back what was spent.
     #[cfg(feature = "redis")]
-    pub(crate) fn memory(&self, spent: &Spent) -> u64 {
-        self.end_of_window_at(spent.time_us)
+    pub(crate) fn memory(&self, spent_us: u64) -> u64 {
+        self.end_of_window_at(spent_us)
     }
 
     /// What another engine needs to know to decide the same.
@@ -137,7 +137,13 @@ impl Algorithm for FixedWindow {
         state.count = state.count.saturating_sub(cost);
     }
 
-    fn refund(&self, state: &mut State, now_us: u64, spent: &Spent) -> u64 {
+    fn refund(
+        &self,
+        state: &mut State,
+        now_us: u64,
+        spent: &Spent,
+        _mark: Option<&mut Mark>,
+    ) -> GivenBack {
         let spent_in_this_window = match self.span {
             Span::FirstHit(period) => state.end_us <= spent.time_us + period,
             _ => state.end_us == self.end_of_window_at(spent.time_us),
@@ -145,7 +151,7 @@ impl Algorithm for FixedWindow {
         if spent_in_this_window {
             self.take_back(state, now_us, spent.cost);
         }
-        0
+        GivenBack::default()
     }
 
     fn fresh_at(&self, state: &State) -> u64 {

@@ -10,7 +10,7 @@
 //! over any length of time. With `limit` units per `period` ticks, reduced to lowest terms, a unit
 //! is `period` drops and a tick drains `limit`.
 
-use super::{Algorithm, MAX_PRODUCT, Spent, TICKS_US};
+use super::{Algorithm, GivenBack, MAX_PRODUCT, Spent, TICKS_US};
 use crate::quota::{MAX_SPAN_US, Quota, QuotaError};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +44,30 @@ pub(crate) struct Terms {
     /// How many units a full bucket holds, rounded up.
     pub(crate) units: u64,
 }
+
+/// What was given back to a bucket. It drains what came first, so what is left of a charge is known by
+/// how much lies beneath it; and that is less once something beneath it is given back. So the drops
+/// that are given back are counted, and each charge remembers how many they were when it was made.
+///
+/// After as long as a full bucket takes to drain, whatever was charged before the last give-back has
+/// drained. Charges that are made later leave the mark out; those that were made earlier remember it, and
+/// so it is kept for as long again. Nothing is counted where nothing lies above what is given back: of
+/// most buckets there never is a mark.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Mark {
+    /// How many drops were given back.
+    given_back: u64,
+    /// How many of them are a unit.
+    drops_per_unit: u64,
+    /// How long a full bucket takes to drain: by different quotas, the slowest of those that left the mark.
+    span_us: u64,
+    /// Until when it is kept.
+    pub(crate) until_us: u64,
+}
+
+/// The most drops that are counted as given back, and the greatest height: doubles are exact up to here.
+/// Beyond it nothing is certain of a charge but that its own drops did not drain before it was made.
+const MOST_GIVEN_BACK: u64 = 1 << 53;
 
 /// How many drops are in a bucket at the beginning of a tick. Fewer than none are what is missing
 /// to a whole tick's; then it ran empty within the tick before.
@@ -200,21 +224,13 @@ impl Meter {
         (empty_at_us, ticks * pace.drops_per_tick - state.level())
     }
 
-    /// How many drops were in the bucket right after something was spent: what was told then is that,
-    /// less than a tick too low.
-    fn level_after(&self, spent: &Spent) -> u64 {
-        let pace = self.pace;
-        let next_unit = spent.remaining.saturating_add(1).saturating_mul(pace.drops_per_unit);
-        let reset_tick = pace.ticks(spent.time_us.saturating_add(spent.reset_us));
-        let ticks = reset_tick - pace.ticks(spent.time_us);
-        let draining = ticks.saturating_sub(1).saturating_mul(pace.drops_per_tick);
-        (self.capacity + draining.min(self.capacity) + 1).saturating_sub(next_unit)
-    }
-
-    /// What another engine needs to know of that moment to give back what was spent.
-    #[cfg(feature = "redis")]
-    pub(crate) fn memory(&self, spent: &Spent) -> u64 {
-        self.level_after(spent)
+    /// The height of a charge after which so many drops were in a bucket whose mark counts. One that could
+    /// outlive the mark, by another quota, leaves it out, which is safe.
+    pub(crate) fn height_with(&self, mark: &Mark, level: u64) -> u64 {
+        if self.horizon_us() > mark.span_us {
+            return level;
+        }
+        level.saturating_add(mark.given_back).min(MOST_GIVEN_BACK)
     }
 
     /// What another engine needs to know to decide the same.
@@ -279,21 +295,52 @@ impl Algorithm for Meter {
         state.level += (cost * self.pace.drops_per_unit) as i64;
     }
 
+    #[inline]
+    fn height(&self, state: &State) -> u64 {
+        state.level()
+    }
+
     fn take_back(&self, state: &mut State, _now_us: u64, cost: u64) {
         let drops = cost.saturating_mul(self.pace.drops_per_unit);
         state.level = state.level().saturating_sub(drops) as i64;
     }
 
-    fn refund(&self, state: &mut State, now_us: u64, spent: &Spent) -> u64 {
+    fn refund(
+        &self,
+        state: &mut State,
+        now_us: u64,
+        spent: &Spent,
+        mark: Option<&mut Mark>,
+    ) -> GivenBack {
         let pace = self.pace;
-        // A bucket drains what came first, so what was spent lay on top of all that was in it.
-        let level = self.level_after(spent);
+        let known = mark.as_deref().copied().filter(|mark| mark.until_us > now_us);
+        let known = known.unwrap_or_default();
+        let given_back = known.given_back(pace.drops_per_unit);
+        let sunk = if known.counts_at(spent.time_us) { given_back } else { 0 };
+        let drops = spent.cost.saturating_mul(pace.drops_per_unit);
+        // What was spent lay on top of all that was in the bucket. It began to drain no sooner than it
+        // was spent, whatever was beneath it.
+        let height = spent.height.saturating_sub(sunk).max(drops).min(self.capacity);
         let elapsed = pace.ticks(now_us).saturating_sub(pace.ticks(spent.time_us));
         let drained = elapsed.min(self.full_ticks) * pace.drops_per_tick;
-        let drops = spent.cost.saturating_mul(pace.drops_per_unit);
-        let left = level.max(drops).saturating_sub(drained).min(drops);
-        state.level = state.level().saturating_sub(left) as i64;
-        self.time_of(left)
+        let top = height.saturating_sub(drained);
+        let level = state.level();
+        let left = drops.min(top).min(level);
+        let mut counted = 0;
+        if left > 0 && level > top {
+            // What lies above it sinks.
+            let Some(mark) = mark else { return GivenBack::default() };
+            counted = left.min(MOST_GIVEN_BACK - given_back);
+            let span_us = known.span_us.max(self.horizon_us());
+            *mark = Mark {
+                given_back: given_back + counted,
+                drops_per_unit: pace.drops_per_unit,
+                span_us,
+                until_us: known.until_us.max(now_us + 2 * span_us),
+            };
+        }
+        state.level = (level - left) as i64;
+        GivenBack { by_us: self.time_of(left), counted }
     }
 
     #[inline]
@@ -340,6 +387,28 @@ impl super::Told for Meter {
         let drops = cost.saturating_mul(self.pace.drops_per_unit);
         let counted = state.level().saturating_add(drops).min(2 * self.capacity);
         state.level = state.level().max(counted) as i64;
+    }
+}
+
+impl Mark {
+    /// What another engine tells of a mark that counts.
+    #[cfg(feature = "redis")]
+    pub(crate) fn told(given_back: u64, span_us: u64) -> Self {
+        Self { given_back, span_us, ..Self::default() }
+    }
+
+    /// Whether it counts for what is charged at some time.
+    pub(crate) fn counts_at(&self, time_us: u64) -> bool {
+        time_us + self.span_us <= self.until_us
+    }
+
+    /// How many drops were given back, if so many are a unit.
+    fn given_back(&self, drops_per_unit: u64) -> u64 {
+        if self.given_back == 0 || self.drops_per_unit == drops_per_unit {
+            self.given_back
+        } else {
+            MOST_GIVEN_BACK
+        }
     }
 }
 

@@ -18,7 +18,7 @@ mod sliding_log;
 mod sliding_window;
 
 pub(crate) use fixed_window::{Anchor, FixedWindow};
-pub(crate) use meter::{Meter, Pace, Terms};
+pub(crate) use meter::{Mark, Meter, Pace, Terms};
 pub(crate) use sliding_log::{MAX_LIMIT as MAX_LOG_LIMIT, SlidingLog};
 pub(crate) use sliding_window::SlidingWindow;
 
@@ -29,13 +29,24 @@ const MAX_PRODUCT: u64 = 1 << 51;
 /// What time is counted in: the finest of these that keeps a quota's products in range.
 const TICKS_US: [u64; 3] = [1, 1_000, 1_000_000];
 
-/// A charge that was made some time ago, and what the algorithm said of it then.
+/// A charge that was made some time ago.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Spent {
     pub(crate) time_us: u64,
     pub(crate) cost: u64,
-    pub(crate) remaining: u64,
-    pub(crate) reset_us: u64,
+    /// The drops that were in the bucket right after it, and those that had been given back from it by
+    /// then ([`Mark`]). 0 if that is not known.
+    pub(crate) height: u64,
+}
+
+/// What came of giving back, for those who wait for their turn.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct GivenBack {
+    /// How much sooner those behind have it.
+    pub(crate) by_us: u64,
+    /// How many drops more are [counted](Mark) as given back, as if from beneath everybody: the heights of
+    /// those who are ahead are so much higher than they seem.
+    pub(crate) counted: u64,
 }
 
 pub(crate) trait Algorithm {
@@ -58,12 +69,24 @@ pub(crate) trait Algorithm {
     /// Spends `cost`, for which the wait was 0.
     fn charge(&self, state: &mut Self::State, now_us: u64, cost: u64);
 
+    /// What has to be known of the charge that was just made, beside its time and cost, to give it back
+    /// later: its [height](Spent::height).
+    fn height(&self, _state: &Self::State) -> u64 {
+        0
+    }
+
     /// Undoes the charge of `cost` that was just made.
     fn take_back(&self, state: &mut Self::State, now_us: u64, cost: u64);
 
-    /// Gives back what was spent, as far as it has not come back by itself. Returns how much sooner
-    /// those who wait behind it have their turn, where anybody can wait.
-    fn refund(&self, state: &mut Self::State, now_us: u64, spent: &Spent) -> u64;
+    /// Gives back what was spent, as far as it has not come back by itself. A bucket may have to leave a
+    /// mark, in place of the one that it has; `None` if there is no room for any.
+    fn refund(
+        &self,
+        state: &mut Self::State,
+        now_us: u64,
+        spent: &Spent,
+        mark: Option<&mut Mark>,
+    ) -> GivenBack;
 
     /// From when on the state equals that of a key never seen, so that it can be forgotten.
     fn fresh_at(&self, state: &Self::State) -> u64;

@@ -1,6 +1,8 @@
 //! Properties of all algorithms, against slow and obvious models.
 
-use super::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow, Spent, meter};
+use super::{
+    Algorithm, Anchor, FixedWindow, Mark, Meter, Pace, SlidingLog, SlidingWindow, Spent, meter,
+};
 use crate::quota::{Period, Quota};
 use proptest::prelude::*;
 use std::time::Duration;
@@ -253,21 +255,69 @@ proptest! {
         for (gap_us, cost) in steps {
             now_us += gap_us;
             bucket.settle(&mut state, now_us);
-            let before = bucket.remaining(&state, now_us);
-            if (1..=before).contains(&cost) {
+            if (1..=bucket.remaining(&state, now_us)).contains(&cost) {
                 let mut charged = state;
                 bucket.charge(&mut charged, now_us, cost);
-                let remaining = bucket.remaining(&charged, now_us);
-                let reset_us = bucket.reset(&charged, now_us, remaining);
-                let spent = Spent { time_us: now_us, cost, remaining, reset_us };
-                bucket.refund(&mut charged, now_us, &spent);
-                // Less than a tick's worth may be lost.
-                let lost = bucket.pace().drops_per_tick / bucket.pace().drops_per_unit + 1;
-                let refunded = bucket.remaining(&charged, now_us);
-                prop_assert!(refunded <= before && refunded + lost > before);
+                let spent = Spent { time_us: now_us, cost, height: bucket.height(&charged) };
+                bucket.refund(&mut charged, now_us, &spent, None);
+                prop_assert_eq!(charged, state);
                 bucket.charge(&mut state, now_us, cost);
             }
         }
+    }
+
+    /// Against a bucket that knows each charge by itself.
+    #[test]
+    fn what_is_given_back_was_left((bucket, moves) in with_moves()) {
+        let mut queue = Queue::new(bucket);
+        for next in moves {
+            queue.go_on(next);
+        }
+    }
+
+    #[test]
+    fn what_is_kept_is_within_the_bound_whatever_is_given_back_and_when(
+        (bucket, moves) in with_moves(),
+    ) {
+        let mut queue = Queue::new(bucket);
+        for next in moves {
+            queue.go_on(next);
+        }
+        let Pace { tick_us, drops_per_tick, drops_per_unit } = bucket.pace();
+        let kept: Vec<_> = queue.kept.iter().map(|spent| (spent.time_us, spent.cost)).collect();
+        for (time_us, sum) in stretches(&kept) {
+            // Time stands still within a tick.
+            let ticks = (bucket.horizon_us() + time_us).div_ceil(tick_us);
+            let bound = u128::from(ticks) * u128::from(drops_per_tick);
+            prop_assert!(u128::from(sum) * u128::from(drops_per_unit) <= bound);
+        }
+    }
+
+    /// However many are under way at the same time, and in whatever order they go back.
+    #[test]
+    fn what_is_given_back_at_once_was_never_spent(
+        quota in bucket_quota(),
+        full in 0_u64..50,
+        turns in proptest::collection::vec((any::<bool>(), 0_usize..8), 1..200),
+    ) {
+        let Ok(bucket) = Meter::new(&quota) else { return Ok(()) };
+        let mut queue = Queue::new(bucket);
+        queue.charge(full.min(quota.capacity()));
+        let level = queue.state;
+        let stays = queue.kept.len();
+        for (charges, index) in turns {
+            let under_way = queue.kept.len() - stays;
+            if charges && queue.charge(1) {
+                continue;
+            }
+            if under_way > 0 {
+                queue.give_back(stays + index % under_way);
+            }
+        }
+        while queue.kept.len() > stays {
+            queue.give_back(stays);
+        }
+        prop_assert_eq!(queue.state, level);
     }
 
     /// Seen from real time, in which nothing goes back.
@@ -335,6 +385,151 @@ proptest! {
             prop_assert_eq!(looser.wait(&changed, now_us, cost), Some(0));
         }
     }
+}
+
+/// What happens next to a bucket from which charges are given back.
+#[derive(Clone, Copy, Debug)]
+enum Move {
+    Pass(u64),
+    Charge(u64),
+    /// Gives back one of those that were kept so far.
+    GiveBack(usize),
+}
+
+/// Time passes by parts of what a full bucket takes to drain: what is remembered of give-backs is
+/// forgotten after twice that.
+fn with_moves() -> impl Strategy<Value = (Meter, Vec<Move>)> {
+    let bucket = (bucket_quota(), prop_oneof![Just(0), 0_u64..10_000_000]);
+    let bucket = bucket.prop_filter_map("no bucket", |(quota, max_delay_us)| {
+        Some((quota.capacity(), Meter::shaping(&quota, max_delay_us).ok()?))
+    });
+    bucket.prop_flat_map(|(capacity, bucket)| {
+        let full_us = bucket.horizon_us();
+        let next = prop_oneof![
+            2 => (0..=full_us / 50).prop_map(Move::Pass),
+            2 => (0..=full_us / 4).prop_map(Move::Pass),
+            1 => (0..=full_us * 5 / 2).prop_map(Move::Pass),
+            4 => (1..=capacity.min(3)).prop_map(Move::Charge),
+            3 => (1..=capacity).prop_map(Move::Charge),
+            5 => (0_usize..12).prop_map(Move::GiveBack),
+        ];
+        (Just(bucket), proptest::collection::vec(next, 1..80))
+    })
+}
+
+/// A bucket, and beside it what is left in it of each charge.
+struct Queue {
+    bucket: Meter,
+    state: meter::State,
+    mark: Mark,
+    now_us: u64,
+    settled_us: u64,
+    /// Each charge that was not given back, in order; and all that are in the bucket, by their number.
+    kept: Vec<Spent>,
+    numbers: Vec<usize>,
+    drops: Vec<u64>,
+    /// How many charges there were when something was given back last.
+    disturbed: usize,
+}
+
+impl Queue {
+    fn new(bucket: Meter) -> Self {
+        Self {
+            bucket,
+            state: meter::State::default(),
+            mark: Mark::default(),
+            now_us: START_US,
+            settled_us: START_US,
+            kept: Vec::new(),
+            numbers: Vec::new(),
+            drops: Vec::new(),
+            disturbed: 0,
+        }
+    }
+
+    fn go_on(&mut self, next: Move) {
+        match next {
+            Move::Pass(by_us) => self.now_us += by_us,
+            Move::Charge(cost) => drop(self.charge(cost)),
+            Move::GiveBack(index) if index < self.kept.len() => {
+                // Mostly one of the last.
+                self.give_back(self.kept.len() - 1 - index);
+            }
+            Move::GiveBack(_) => {}
+        }
+    }
+
+    fn settle(&mut self) {
+        self.bucket.settle(&mut self.state, self.now_us);
+        // What is not needed any more is forgotten.
+        if self.mark.until_us <= self.now_us {
+            self.mark = Mark::default();
+        }
+        let Pace { tick_us, drops_per_tick, .. } = self.bucket.pace();
+        let ticks = self.now_us / tick_us - self.settled_us / tick_us;
+        self.settled_us = self.now_us;
+        let mut drains = ticks.saturating_mul(drops_per_tick);
+        for left in &mut self.drops {
+            let drained = drains.min(*left);
+            *left -= drained;
+            drains -= drained;
+        }
+        assert_eq!(self.bucket.height(&self.state), self.drops.iter().sum::<u64>());
+    }
+
+    fn charge(&mut self, cost: u64) -> bool {
+        self.settle();
+        let Self { bucket, state, now_us, .. } = self;
+        if decide(bucket, state, *now_us, cost) != Some(0) {
+            return false;
+        }
+        let height = match bucket.height(state) {
+            level if self.mark.counts_at(*now_us) => bucket.height_with(&self.mark, level),
+            level => level,
+        };
+        self.kept.push(Spent { time_us: *now_us, cost, height });
+        self.numbers.push(self.drops.len());
+        self.drops.push(cost * bucket.pace().drops_per_unit);
+        true
+    }
+
+    fn give_back(&mut self, index: usize) {
+        self.settle();
+        let (spent, number) = (self.kept.remove(index), self.numbers.remove(index));
+        let before = self.bucket.height(&self.state);
+        self.bucket.refund(&mut self.state, self.now_us, &spent, Some(&mut self.mark));
+        let given = before - self.bucket.height(&self.state);
+        let left = self.drops[number];
+        assert!(given <= left, "{given} given back, {left} left");
+        let Pace { tick_us, drops_per_unit, .. } = self.bucket.pace();
+        let at_once = self.now_us / tick_us == spent.time_us / tick_us;
+        assert!(!at_once || given == spent.cost * drops_per_unit, "all of it, at once");
+        let is_undisturbed = number >= self.disturbed;
+        assert!(!is_undisturbed || given == left, "all of it, if nothing else was given back");
+        self.drops[number] -= given;
+        self.disturbed = self.drops.len();
+    }
+}
+
+/// More than can be counted is given back from beneath a charge: nothing is certain of it then but how
+/// long it is ago.
+#[test]
+fn what_cannot_be_counted_gives_nothing_away() {
+    let bucket = Meter::new(&Quota::new(4, Duration::from_secs(365 * 86_400))).unwrap();
+    let mut queue = Queue::new(bucket);
+    assert!(queue.charge(1));
+    for _ in 0..2_000 {
+        assert!(queue.charge(1));
+        assert!(queue.charge(1));
+        queue.give_back(1);
+        queue.give_back(1);
+        queue.now_us += 1_000;
+    }
+    assert!(queue.charge(1));
+    assert!(queue.charge(1));
+    queue.give_back(1);
+    queue.go_on(Move::Pass(bucket.horizon_us() * 3 / 8));
+    queue.give_back(1);
 }
 
 /// Both quotas are counted in the same coarse ticks, and of a present in the middle of one.

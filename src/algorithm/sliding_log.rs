@@ -3,7 +3,7 @@
 //! No window of any position admits more than the limit. The price is a timestamp per unit, eight
 //! bytes, in a ring that grows up to the limit; a decision looks at one of them.
 
-use super::{Algorithm, Spent};
+use super::{Algorithm, GivenBack, Mark, Spent};
 use crate::quota::{Quota, QuotaError};
 use std::collections::VecDeque;
 
@@ -78,14 +78,20 @@ impl Algorithm for SlidingLog {
         log.truncate(log.len().saturating_sub(cost as usize));
     }
 
-    fn refund(&self, log: &mut State, _now_us: u64, spent: &Spent) -> u64 {
+    fn refund(
+        &self,
+        log: &mut State,
+        _now_us: u64,
+        spent: &Spent,
+        _mark: Option<&mut Mark>,
+    ) -> GivenBack {
         // Its own times and no others: an older time in the place of a newer one would leave sooner.
         let end = log.partition_point(|&time| time <= spent.time_us);
         let start = log.partition_point(|&time| time < spent.time_us);
         let cost = usize::try_from(spent.cost).unwrap_or(usize::MAX);
         let start = start.max(end.saturating_sub(cost));
         log.drain(start..end);
-        0
+        GivenBack::default()
     }
 
     fn fresh_at(&self, log: &State) -> u64 {

@@ -5,7 +5,7 @@
 //! (<https://blog.cloudflare.com/counting-things-a-lot-of-different-things/>). Nothing is rounded:
 //! `current * window + previous * (window - elapsed) + cost * window <= limit * window`.
 
-use super::{Algorithm, MAX_PRODUCT, Spent, TICKS_US};
+use super::{Algorithm, GivenBack, MAX_PRODUCT, Mark, Spent, TICKS_US};
 use crate::quota::{Quota, QuotaError};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,13 +123,19 @@ impl Algorithm for SlidingWindow {
         state.current = state.current.saturating_sub(cost);
     }
 
-    fn refund(&self, state: &mut State, now_us: u64, spent: &Spent) -> u64 {
+    fn refund(
+        &self,
+        state: &mut State,
+        now_us: u64,
+        spent: &Spent,
+        _mark: Option<&mut Mark>,
+    ) -> GivenBack {
         if spent.time_us >= state.start_us {
             self.take_back(state, now_us, spent.cost);
         } else if spent.time_us + self.window_us() >= state.start_us {
             state.previous = state.previous.saturating_sub(spent.cost);
         }
-        0
+        GivenBack::default()
     }
 
     fn fresh_at(&self, state: &State) -> u64 {

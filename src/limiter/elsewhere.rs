@@ -2,10 +2,11 @@
 
 use super::{Acquired, Admitted, Deciding, Limiter};
 use crate::{
+    algorithm::GivenBack,
     concurrency::{Held, Place},
     decision::{Decision, Origin, Outcome, Outcomes, Rejection, Verdict},
     remote::{Answer, FallenBack, Grant, Portion, Remote},
-    store::{Bill, Lengths, Mode},
+    store::{Bill, Mode, Refunds},
     turn::{Counted, Refund, Turn},
 };
 use std::sync::Arc;
@@ -252,14 +253,14 @@ impl<R: ?Sized + 'static> Limiter<R> {
         Box::new(move |bill, outcomes| {
             let (limiter, bill, origins) = (limiter.clone(), bill.clone(), origins.clone());
             let outcomes = Outcomes::from_slice(outcomes);
-            let lengths_us = Lengths::from_elem(0, outcomes.len());
+            let refunds = Refunds::from_elem(GivenBack::default(), outcomes.len());
             runtime.spawn(async move {
                 if let Some(remote) = &limiter.shared.remote {
                     let spent_us = |policy| spent_us(origins.as_deref(), policy, time_us);
                     remote.refund(&bill, &outcomes, spent_us).await;
                 }
             });
-            lengths_us
+            refunds
         })
     }
 

@@ -232,10 +232,10 @@ impl<R: ?Sized + 'static> Limiter<R> {
 
     /// Gives back what `request` was charged by `decision`, as far as it has not come back by
     /// itself since. For requests that turned out to be free. Give back once, and only decisions that
-    /// were charged: those of a `peek` were not.
+    /// were charged: those of a `peek` were not, and a [`reset`](Self::reset) has forgotten those before it.
     ///
-    /// Where several are given back out of order, a bucket may count some of it as not come back yet,
-    /// so that up to one burst more passes.
+    /// Where several are given back in another order than they were charged in, a bucket may give back
+    /// less than is left, never more: at least what was charged less what has drained since.
     ///
     /// # Errors
     ///
@@ -269,9 +269,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
             outcome.cost = charged.map_or(0, |charged| charged.cost);
             if let Some(charged) = charged {
                 let same_quota = charged.quota == outcome.quota;
-                // By another quota, what remained then says nothing: as if it was all there was.
-                outcome.remaining = if same_quota { charged.remaining } else { u64::MAX };
-                outcome.reset_us = if same_quota { charged.reset_us } else { 0 };
+                // By another quota, a height says nothing.
+                outcome.height = if same_quota { charged.height } else { 0 };
             }
         }
     }

@@ -4,7 +4,7 @@
 use crate::deferred::Deferred;
 use crate::{
     decision::{Outcome, Outcomes},
-    store::{Bill, Lengths, Mode, local::Local},
+    store::{Bill, Mode, Refunds, local::Local},
 };
 
 #[derive(Debug)]
@@ -57,7 +57,7 @@ impl Rates {
         outcomes: &mut [Outcome],
         now_us: u64,
         spent_us: u64,
-    ) -> Lengths {
+    ) -> Refunds {
         #[cfg(feature = "redis")]
         if let Some(deferred) = self.deferred_for(bill) {
             return deferred.refund(bill, outcomes, now_us, spent_us);

@@ -7,7 +7,7 @@ pub(crate) mod local;
 pub mod redis;
 
 use crate::{
-    algorithm::{Algorithm, Anchor, FixedWindow, Meter, SlidingLog, SlidingWindow},
+    algorithm::{Algorithm, Anchor, FixedWindow, GivenBack, Meter, SlidingLog, SlidingWindow},
     decision::Allotment,
     key::Fingerprint,
     quota::{Quota, QuotaError},
@@ -116,9 +116,8 @@ pub(crate) struct Bill {
     pub(crate) stands_in: bool,
 }
 
-/// How much sooner those who wait behind each charge of a bill have their turn once it is given
-/// back, in microseconds.
-pub(crate) type Lengths = SmallVec<[u64; 3]>;
+/// What came of giving back each charge of a bill.
+pub(crate) type Refunds = SmallVec<[GivenBack; 3]>;
 
 /// Whether a decision takes what it grants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,8 +11,8 @@
 //! | an instance is started anew | another ledger of its share | its own state was in its memory |
 //! | keys move to other servers | another ledger of the servers, and of shares | what is counted in one place is not known in the other |
 //! | an instance stands still, or is cut off, for longer than a lease | the slots that it holds | they are given to others, while their requests still run |
-//! | requests are charged in one place and rejected in another, which is no fault | to a bucket: what it drained while such a request was asked, if it was empty meanwhile | what is given back may have drained since |
 //! | scripts are flushed, answers are late, replies or requests are lost, callers give up | nothing | at worst it was charged and not admitted |
+//! | requests are charged in one place and rejected in another, which is no fault | nothing | what is given back was left |
 //!
 //! So a window admits at most the sum of the ledgers that were open in it, each with its algorithm's own bound.
 //! That is proven ledger by ledger.
@@ -59,16 +59,6 @@ pub(crate) struct Admission {
     pub(crate) asked: Span,
 }
 
-/// What a request may have been charged in one place, and given back because it was rejected in another.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct GivenBack {
-    pub(crate) policy: usize,
-    pub(crate) key: u64,
-    pub(crate) cost: u64,
-    /// From before it was charged to after it was given back.
-    pub(crate) between: Span,
-}
-
 /// Slots that somebody held, for certain, from one moment to another.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Hold {
@@ -95,7 +85,6 @@ pub(crate) struct Evidence {
     pub(crate) instances: u64,
     pub(crate) lease_us: u64,
     pub(crate) admissions: Vec<Admission>,
-    pub(crate) given_back: Vec<GivenBack>,
     pub(crate) holds: Vec<Hold>,
     /// When servers lost what they knew.
     pub(crate) losses: Vec<Span>,
@@ -166,32 +155,18 @@ impl Law {
 
     /// Goes through what was spent, in order of time. Returns how much of the bound was used at most; above
     /// 1 is too much, with the time at which it was.
-    fn fullest(self, spent: &[Spent], given_back: &[GivenBack]) -> (f64, u64) {
+    fn fullest(self, spent: &[Spent]) -> (f64, u64) {
         match self {
             Self::Bucket { limit, period_us, burst } => {
                 // What was spent in the fullest stretch that ends now, less what came back in it, in parts of a
                 // unit, `period` to each.
-                let (mut level, mut last_us) = (0_u128, 0);
-                let mut extra = 0;
+                let (mut level, mut last_us) = (0, 0);
                 fullest(spent.iter().map(|spent| {
                     let back = u128::from(limit) * u128::from(spent.time_us - last_us);
-                    if back >= level {
-                        // It was empty until now. What was under way and is given back later may be more
-                        // than is left of it.
-                        let now = Span { from_us: spent.time_us, to_us: spent.time_us };
-                        let meets = given_back.iter().filter(|given| given.between.meets(now));
-                        let drained = meets.map(|given| {
-                            let Span { from_us, to_us } = given.between;
-                            let cost = u128::from(given.cost) * u128::from(period_us);
-                            cost.min(u128::from(limit) * u128::from(to_us - from_us))
-                        });
-                        extra = drained.sum();
-                    }
                     last_us = spent.time_us;
-                    level =
-                        level.saturating_sub(back) + u128::from(spent.cost) * u128::from(period_us);
-                    let most = u128::from(burst) * u128::from(period_us) + extra;
-                    (level, most, spent.time_us)
+                    level = u128::saturating_sub(level, back)
+                        + u128::from(spent.cost) * u128::from(period_us);
+                    (level, u128::from(burst) * u128::from(period_us), spent.time_us)
                 }))
             }
             Self::FixedWindow { limit, period_us } => {
@@ -236,7 +211,7 @@ impl Law {
             }
             Self::FixedWindow { .. }
             | Self::WindowFromFirstHit { .. }
-            | Self::SlidingLog { .. } => self.fullest(spent, &[]).0,
+            | Self::SlidingLog { .. } => self.fullest(spent).0,
             Self::SlidingWindow { limit, period_us } => {
                 fullest_stretch(spent, period_us, 2 * limit - 1).0
             }
@@ -300,10 +275,6 @@ impl Evidence {
 
     fn check_rates(&self, fullness: &mut [Fullness], violations: &mut Vec<Violation>) {
         let eras = Eras::between(&self.losses);
-        let mut given_back = BTreeMap::<Whom, Vec<GivenBack>>::new();
-        for given in &self.given_back {
-            given_back.entry((given.policy, given.key)).or_default().push(*given);
-        }
         let mut by_ledger = BTreeMap::<(Whom, Ledger, usize), Vec<Spent>>::new();
         let mut by_whom = BTreeMap::<Whom, Vec<Spent>>::new();
         for admission in &self.admissions {
@@ -322,13 +293,7 @@ impl Evidence {
                 Ledger::Servers { .. } => self.laws[policy].times(eras.ledgers_in(era)),
                 Ledger::Instance { .. } => self.laws[policy].share(self.instances),
             };
-            let given_back = match ledger {
-                Ledger::Servers { .. } => {
-                    given_back.get(&(policy, key)).map_or(&[][..], Vec::as_slice)
-                }
-                Ledger::Instance { .. } => &[],
-            };
-            let (full, time_us) = law.fullest(&spent, given_back);
+            let (full, time_us) = law.fullest(&spent);
             if full > 1.0 {
                 violations.push(Violation(format!(
                     "policy {policy}, key {key}: {full:.6} of {law:?} by {ledger:?} at {time_us}"
@@ -590,24 +555,6 @@ mod tests {
             assert!(holds(lossy(), [150; 16], SERVERS), "{law:?}");
             assert!(!holds(lossy(), [150; 17], SERVERS), "{law:?}");
         }
-    }
-
-    #[test]
-    fn what_is_given_back_to_an_empty_bucket_may_have_drained() {
-        let tenth = PERIOD_US / 10;
-        let given_back = |from_us, to_us| {
-            let between = span(from_us, to_us);
-            let given_back = vec![GivenBack { policy: 0, key: 7, cost: 1, between }];
-            let burst = Law::Bucket { limit: 8, period_us: PERIOD_US, burst: 8 };
-            Evidence { given_back, ..evidence(burst) }
-        };
-        // The ninth is a tenth of a period early.
-        let times = || [&[0; 8][..], &[PERIOD_US / 8 - tenth]].concat();
-        assert!(holds(given_back(0, tenth), times(), SERVERS));
-        assert!(!holds(given_back(0, tenth - 1), times(), SERVERS));
-        assert!(!holds(given_back(1, 1 + tenth), times(), SERVERS), "it was not empty any more");
-        assert!(!holds(given_back(0, PERIOD_US), [0; 10], SERVERS), "no more than its cost");
-        assert!(!holds(given_back(0, tenth), [0; 3], alone(0)), "it is the servers' only");
     }
 
     #[test]

@@ -1,12 +1,11 @@
 //! A round: servers, instances and traffic while a schedule is carried out, and what came of it.
 
 use crate::{
-    checker::{Admission, Evidence, GivenBack, Hold, Ledger, Span, merged},
-    client::{self, DEADLINE, LEASE, Layout, Setup, now_us},
+    checker::{Admission, Evidence, Hold, Ledger, Span, merged},
+    client::{self, LEASE, Layout, Setup, now_us},
     dice::Dice,
     log::{self, Answer, Decided, Line},
     schedule::{Fault, Step, schedule},
-    stack::Limit,
     support::{
         ms,
         process::Process,
@@ -17,7 +16,7 @@ use crate::{
 };
 use std::{
     collections::HashMap,
-    env, fs, iter,
+    env, fs,
     path::PathBuf,
     process,
     sync::atomic::{AtomicU32, Ordering::Relaxed},
@@ -330,10 +329,6 @@ fn gather(
         // Long ones are as good as a pause.
         let is_long = |stall: &&Span| stall.to_us - stall.from_us > 100_000;
         cut_off[instance as usize].extend(stalls.iter().filter(is_long));
-        if plan.kind.is_in_places() {
-            let rejected = decided.iter().filter(|line| line.answer != Answer::Admitted);
-            evidence.given_back.extend(rejected.flat_map(|line| given_back(&stack, line)));
-        }
         for line in decided.iter().filter(|line| line.answer == Answer::Admitted) {
             for charge in &line.charges {
                 let ledger = match charge.stood_in {
@@ -360,18 +355,6 @@ fn gather(
     let healed = |spans: Vec<Span>| merged(spans.into_iter().map(until_healed).collect(), 0);
     evidence.cut_off = cut_off.into_iter().map(healed).collect();
     Round { evidence, lives, faults, dir, keeps_logs: false }
-}
-
-/// What a request that was not admitted may have been charged by each policy for a while.
-fn given_back<'a>(stack: &'a [Limit], line: &'a Decided) -> impl Iterator<Item = GivenBack> + 'a {
-    // Nobody waits for it past the deadline, or after having gone away.
-    let is_late = line.answer == Answer::GivenUp || line.wait_us >= DEADLINE.as_micros() as u64;
-    let later_us = if is_late { 2 * DEADLINE.as_micros() as u64 } else { 0 };
-    let between = Span { from_us: line.asked.from_us, to_us: line.asked.to_us + later_us };
-    iter::zip(0.., stack).filter(|(_, limit)| !limit.is_of_slots()).map(move |(policy, limit)| {
-        let (key, cost) = (limit.key_of(&line.call), limit.cost_of(&line.call));
-        GivenBack { policy, key, cost, between }
-    })
 }
 
 impl Drop for Round {

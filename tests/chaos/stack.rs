@@ -130,10 +130,6 @@ impl Limit {
         }
     }
 
-    pub(crate) fn cost_of(&self, call: &Call) -> u64 {
-        if self.weighed { call.weight } else { 1 }
-    }
-
     /// A number for each key.
     pub(crate) fn key_of(&self, call: &Call) -> u64 {
         match self.whom {

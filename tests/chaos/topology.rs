@@ -58,11 +58,6 @@ impl Kind {
         }
     }
 
-    /// Whether what one request counts for may be in several places.
-    pub(crate) fn is_in_places(self) -> bool {
-        matches!(self, Self::Shards | Self::Cluster)
-    }
-
     /// What an instance keeps its state in, on as many of the servers as there are now.
     pub(crate) fn store(self, urls: &[&str], servers: usize, instances: u32) -> RedisStore {
         let configure = |builder: RedisStoreBuilder| {

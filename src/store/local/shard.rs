@@ -1,13 +1,14 @@
 //! A shard: a table with its bounds, and what is forgotten when they are reached.
 
-use super::{rings::Rings, state::Field, table::Table};
-use crate::key::Fingerprint;
+use super::{marks::Marks, rings::Rings, state::Field, table::Table};
+use crate::{algorithm::Mark, key::Fingerprint, store::Charge};
 
 /// In this order, what nearly all decisions need is on one cache line with the lock.
 #[repr(C)]
 pub(super) struct Shard {
     /// No entry is fresh before this instant. It may be too early, never too late.
     pub(super) earliest_fresh_us: u64,
+    pub(super) marks: Marks,
     pub(super) table: Table,
     pub(super) rings: Rings,
     /// How many keys came in since the whole table was last looked through.
@@ -30,6 +31,7 @@ pub(super) struct Layout {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bounds {
     pub(super) keys: usize,
+    pub(super) marks: usize,
     pub(super) log_entries: usize,
 }
 
@@ -39,9 +41,10 @@ const CANDIDATES: usize = 64;
 impl Shard {
     pub(super) fn new(layout: Layout, bounds: Bounds) -> Self {
         Self {
+            earliest_fresh_us: u64::MAX,
+            marks: Marks::new(),
             table: Table::new(layout.width),
             rings: Rings::new(),
-            earliest_fresh_us: u64::MAX,
             inserted_since_sweep: 0,
             layout,
             bounds,
@@ -67,6 +70,7 @@ impl Shard {
 
     /// Removes all that is fresh, and returns how many slots were looked at.
     pub(super) fn sweep(&mut self, now_us: u64) -> usize {
+        self.marks.sweep(now_us, self.layout.horizon_us);
         if now_us < self.earliest_fresh_us {
             return 0;
         }
@@ -85,6 +89,17 @@ impl Shard {
             keep
         });
         slots
+    }
+
+    /// The mark of a bucket, or one to leave there. `None` if there are too many to leave another.
+    pub(super) fn mark(&mut self, charge: &Charge, now_us: u64) -> Option<Mark> {
+        if let Some(mark) = self.marks.get(charge) {
+            return Some(*mark);
+        }
+        if self.marks.len() >= self.bounds.marks {
+            self.marks.sweep(now_us, self.layout.horizon_us);
+        }
+        (self.marks.len() < self.bounds.marks).then(Mark::default)
     }
 
     pub(super) fn remove(&mut self, slot: usize) {

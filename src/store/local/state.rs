@@ -9,9 +9,12 @@ use super::rings::{RingId, Rings};
 #[cfg(feature = "redis")]
 use crate::algorithm::Told;
 use crate::{
-    algorithm::{Algorithm, FixedWindow, Meter, Pace, SlidingLog, SlidingWindow, Spent, Terms},
+    algorithm::{
+        Algorithm, FixedWindow, GivenBack, Mark, Meter, Pace, SlidingLog, SlidingWindow, Spent,
+        Terms,
+    },
     decision::{Outcome, Verdict},
-    store::{Kind, Lengths, Rule},
+    store::{Kind, Rule},
 };
 use std::ops::Range;
 
@@ -133,9 +136,11 @@ pub(super) struct TakeBack {
 }
 
 /// Gives back what was charged some time ago.
-pub(super) struct Refund {
+pub(super) struct Refund<'a> {
     pub(super) spent_us: u64,
-    pub(super) lengths_us: Lengths,
+    /// The mark that a bucket has or may leave.
+    pub(super) mark: Option<&'a mut Mark>,
+    pub(super) given_back: GivenBack,
 }
 
 impl Decide {
@@ -175,6 +180,7 @@ impl Step for Decide {
         let charged = self.charging && self.admitted && cost > 0;
         if charged {
             algorithm.charge(state, now_us, cost);
+            outcome.height = algorithm.height(state);
             remaining -= cost;
         }
         outcome.remaining = remaining;
@@ -199,12 +205,13 @@ impl Step for TakeBack {
             outcome.remaining += outcome.cost;
             outcome.reset_us = algorithm.reset(state, now_us, outcome.remaining);
             outcome.delay_us = 0;
+            outcome.height = 0;
         }
         charged
     }
 }
 
-impl Step for Refund {
+impl Step for Refund<'_> {
     fn take<A: Algorithm>(
         &mut self,
         algorithm: &A,
@@ -212,9 +219,9 @@ impl Step for Refund {
         now_us: u64,
         outcome: &mut Outcome,
     ) -> bool {
-        let Outcome { cost, remaining, reset_us, .. } = *outcome;
-        let spent = Spent { time_us: self.spent_us, cost, remaining, reset_us };
-        self.lengths_us.push(algorithm.refund(state, now_us, &spent));
+        let Outcome { cost, height, .. } = *outcome;
+        let spent = Spent { time_us: self.spent_us, cost, height };
+        self.given_back = algorithm.refund(state, now_us, &spent, self.mark.as_deref_mut());
         true
     }
 }

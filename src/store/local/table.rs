@@ -28,33 +28,39 @@ const LINE: usize = 8;
 pub(super) struct Table {
     /// All slots. An empty one has nobody's fingerprint; the last slot is always empty.
     words: Vec<u64>,
+    homes: usize,
     /// Where the first slot begins: with a cache line, so that as few entries as can be reach over
     /// the end of one.
-    first: usize,
+    first: u32,
     /// The words of an entry.
-    width: usize,
-    homes: usize,
+    width: u32,
     len: usize,
 }
 
 impl Table {
     /// An empty table for entries with so many words of state.
     pub(super) fn new(state_words: usize) -> Self {
-        Self { words: Vec::new(), first: 0, width: FINGERPRINT + state_words, homes: 0, len: 0 }
+        let width = (FINGERPRINT + state_words) as u32;
+        Self { words: Vec::new(), homes: 0, first: 0, width, len: 0 }
     }
 
     pub(super) fn len(&self) -> usize {
         self.len
     }
 
+    #[inline]
+    const fn width(&self) -> usize {
+        self.width as usize
+    }
+
     pub(super) fn slots(&self) -> usize {
-        (self.words.len() - self.first) / self.width
+        (self.words.len() - self.first as usize) / self.width()
     }
 
     /// Where a slot begins.
     #[inline]
     fn at(&self, slot: usize) -> usize {
-        self.first + slot * self.width
+        self.first as usize + slot * self.width()
     }
 
     /// The slot of an entry, or the one where it would have to be.
@@ -77,10 +83,10 @@ impl Table {
     /// The state of an entry.
     #[inline]
     pub(super) fn get_mut(&mut self, wanted: Fingerprint) -> Option<&mut [u64]> {
-        let start = self.at(home(wanted, self.homes));
+        let (start, width) = (self.at(home(wanted, self.homes)), self.width());
         let mut rest = self.words.get_mut(start..)?;
         loop {
-            let (entry, others) = rest.split_at_mut_checked(self.width)?;
+            let (entry, others) = rest.split_at_mut_checked(width)?;
             let (of, state) = entry.split_first_chunk_mut()?;
             let found = fingerprint(of);
             if found == wanted {
@@ -96,13 +102,13 @@ impl Table {
     /// The state of one who has no entry yet.
     #[cold]
     pub(super) fn new_state(&self) -> SmallVec<[u64; 8]> {
-        SmallVec::from_elem(0, self.width - FINGERPRINT)
+        SmallVec::from_elem(0, self.width() - FINGERPRINT)
     }
 
     /// The state of the entry in `slot`.
     pub(super) fn state(&self, slot: usize) -> &[u64] {
         let start = self.at(slot);
-        &self.words[start + FINGERPRINT..start + self.width]
+        &self.words[start + FINGERPRINT..start + self.width()]
     }
 
     /// Whose entry is in `slot`.
@@ -127,8 +133,9 @@ impl Table {
             // The last slot has to stay empty: it ends every search.
             if empty + 1 < self.slots() {
                 let (from, to) = (self.at(slot), self.at(empty));
-                self.words.copy_within(from..to, from + self.width);
-                self.words[from..from + self.width].fill(0);
+                let next = self.at(slot + 1);
+                self.words.copy_within(from..to, next);
+                self.words[from..next].fill(0);
                 self.words[from] = fingerprint.upper;
                 self.words[from + 1] = fingerprint.lower;
                 self.len += 1;
@@ -158,7 +165,7 @@ impl Table {
             let Some(fingerprint) = self.fingerprint(slot) else {
                 continue;
             };
-            let from = self.at(slot);
+            let (from, end) = (self.at(slot), self.at(slot + 1));
             if keep(self.state(slot)) {
                 let to = home(fingerprint, self.homes).max(next);
                 next = to + 1;
@@ -166,11 +173,11 @@ impl Table {
                     continue;
                 }
                 let to = self.at(to);
-                self.words.copy_within(from..from + self.width, to);
+                self.words.copy_within(from..end, to);
             } else {
                 self.len -= 1;
             }
-            self.words[from..from + self.width].fill(0);
+            self.words[from..end].fill(0);
         }
         if self.len < self.homes / 4 {
             self.resize(self.len + self.len / 2);
@@ -186,11 +193,11 @@ impl Table {
 
     fn try_resize(&mut self, homes: usize) -> bool {
         let slots = if homes == 0 { 0 } else { homes + OVERFLOW.min(homes) };
-        let mut words = vec![0; slots * self.width + LINE];
+        let mut words = vec![0; slots * self.width() + LINE];
         let first = words.as_ptr().align_offset(LINE * size_of::<u64>()).min(LINE);
-        words.truncate(first + slots * self.width);
+        words.truncate(first + slots * self.width());
         let mut next = 0;
-        for entry in self.words[self.first..].chunks_exact(self.width) {
+        for entry in self.words[self.first as usize..].chunks_exact(self.width()) {
             let Some(entry_of) = entry.first_chunk() else { continue };
             let fingerprint = fingerprint(entry_of);
             if fingerprint == Fingerprint::NOBODY {
@@ -201,11 +208,11 @@ impl Table {
             if next >= slots {
                 return false;
             }
-            words[first + slot * self.width..first + next * self.width].copy_from_slice(entry);
+            words[first + slot * self.width()..first + next * self.width()].copy_from_slice(entry);
         }
         self.homes = homes;
         self.words = words;
-        self.first = first;
+        self.first = first as u32;
         true
     }
 }

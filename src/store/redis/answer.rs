@@ -3,7 +3,7 @@
 
 use super::codec::Told;
 use crate::{
-    algorithm::{self, Algorithm, SlidingLog, Spent},
+    algorithm::{self, Algorithm, Mark, SlidingLog},
     decision::{Outcome, Verdict},
     store::{
         Rule, Slot,
@@ -23,7 +23,14 @@ pub(crate) fn fill_in<'a>(
     let now_us = told.time_us;
     for ((rule, outcome), numbers) in rules.zip(outcomes).zip(&told.states) {
         match rule {
-            Rule::Meter(meter) => fill_in_told(meter, *numbers, now_us, outcome, &mut decide),
+            Rule::Meter(meter) => {
+                fill_in_told(meter, *numbers, now_us, outcome, &mut decide);
+                if outcome.height > 0 {
+                    let [_, given_back, span_us] = *numbers;
+                    let mark = Mark::told(given_back, span_us);
+                    outcome.height = meter.height_with(&mark, outcome.height);
+                }
+            }
             Rule::FixedWindow(window) => {
                 fill_in_told(window, *numbers, now_us, outcome, &mut decide);
             }
@@ -85,12 +92,10 @@ pub(crate) fn fill_in_slot(slot: &Slot, held: u64, outcome: &mut Outcome, chargi
 }
 
 /// What the refund script has to know of the moment at which something was spent.
-pub(crate) fn memory(rule: &Rule, spent_us: u64, outcome: &Outcome) -> u64 {
-    let Outcome { cost, remaining, reset_us, .. } = *outcome;
-    let spent = Spent { time_us: spent_us, cost, remaining, reset_us };
+pub(crate) fn memory(rule: &Rule, spent_us: u64, height: u64) -> u64 {
     match rule {
-        Rule::Meter(meter) => meter.memory(&spent),
-        Rule::FixedWindow(window) => window.memory(&spent),
+        Rule::Meter(_) => height,
+        Rule::FixedWindow(window) => window.memory(spent_us),
         Rule::SlidingWindow(_) | Rule::SlidingLog(_) => 0,
     }
 }

@@ -78,7 +78,9 @@ pub(crate) struct AskedCharge {
 pub(crate) struct Told {
     pub(crate) time_us: u64,
     pub(crate) admitted: bool,
-    /// The numbers of each charge's state before it, in the order of the charges.
+    /// The numbers of each charge's state before it, in the order of the charges. Behind the only one of a
+    /// bucket that was charged is its mark, if it counts: how many drops were given back, and how long a
+    /// full bucket takes to drain.
     pub(crate) states: SmallVec<[[u64; 3]; 3]>,
 }
 
@@ -616,11 +618,7 @@ pub(super) fn read_reply(reply: &Value, asks: &[&Ask]) -> Option<Vec<Told>> {
 
 /// Reads what `decide.lua` told about a batch. `None` if that is not what it tells.
 pub(super) fn read_told(mut reply: &[u8], asks: &[&Ask]) -> Option<Vec<Told>> {
-    let mut number = || {
-        let (number, rest) = reply.split_at_checked(NUMBER)?;
-        reply = rest;
-        Some(number.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte)))
-    };
+    let mut number = || read_number(&mut reply);
     let time_us = number()?;
     let mut told = Vec::with_capacity(asks.len());
     for asks in asks.chunks(32) {
@@ -641,7 +639,35 @@ pub(super) fn read_told(mut reply: &[u8], asks: &[&Ask]) -> Option<Vec<Told>> {
             told.admitted = bits >> index & 1 == 1;
         }
     }
-    reply.is_empty().then_some(told)
+    if !reply.is_empty() {
+        read_marks(reply, asks, &mut told)?;
+    }
+    Some(told)
+}
+
+/// Reads the marks of buckets, which are told last, of the few that have one.
+fn read_marks(mut reply: &[u8], asks: &[&Ask], told: &mut [Told]) -> Option<()> {
+    let tables = Tables::new(asks);
+    while !reply.is_empty() {
+        let mut number = || read_number(&mut reply);
+        let (key, policy, given_back, span_us) = (number()?, number()?, number()?, number()?);
+        let key = tables.keys.get((key as usize).checked_sub(1)?)?;
+        let policy = PolicyId((policy as u16).to_le_bytes());
+        for (ask, told) in asks.iter().zip(&mut *told) {
+            for (charge, state) in ask.charges.iter().zip(&mut told.states) {
+                if (charge.fingerprint, &*ask.prefix) == *key && charge.rule.policy == policy {
+                    (state[1], state[2]) = (given_back, span_us);
+                }
+            }
+        }
+    }
+    Some(())
+}
+
+fn read_number(reply: &mut &[u8]) -> Option<u64> {
+    let (number, rest) = reply.split_at_checked(NUMBER)?;
+    *reply = rest;
+    Some(number.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte)))
 }
 
 #[cfg(test)]
@@ -679,5 +705,8 @@ mod tests {
         assert_eq!(read_told(&[0; 6], &[]), None);
         assert_eq!(read_told(&[0; 8], &[]), None);
         assert_eq!(read_told(&[0; 7], &[]), Some(Vec::new()));
+        // The mark of a bucket that nobody asked for, and half of one.
+        assert_eq!(read_told(&[1; 5 * 7], &[]), None);
+        assert_eq!(read_told(&[0; 3 * 7], &[]), None);
     }
 }
