@@ -48,6 +48,8 @@ pub(crate) struct Setup {
     pub(crate) instances: u32,
     pub(crate) urls: String,
     pub(crate) layout: Layout,
+    /// Whether callers have some of what they were charged given back.
+    pub(crate) gives_back: bool,
     pub(crate) log: String,
 }
 
@@ -59,7 +61,7 @@ pub(crate) struct Layout {
 }
 
 impl Setup {
-    pub(crate) fn variables(&self) -> [(&'static str, String); 9] {
+    pub(crate) fn variables(&self) -> [(&'static str, String); 10] {
         [
             ("SEED", self.seed.to_string()),
             ("KIND", format!("{:?}", self.kind)),
@@ -69,6 +71,7 @@ impl Setup {
             ("URLS", self.urls.clone()),
             ("LAYOUT", self.layout.number.to_string()),
             ("SERVERS", self.layout.servers.to_string()),
+            ("GIVES_BACK", u64::from(self.gives_back).to_string()),
             ("LOG", self.log.clone()),
         ]
     }
@@ -83,6 +86,7 @@ impl Setup {
             instances: number("INSTANCES") as u32,
             urls: variable("URLS"),
             layout: Layout { number: number("LAYOUT"), servers: number("SERVERS") },
+            gives_back: number("GIVES_BACK") == 1,
             log: variable("LOG"),
         }
     }
@@ -117,6 +121,7 @@ struct Shared {
     stack: Vec<Limit>,
     limiter: RefCell<(Limiter<Call>, Layout)>,
     last_number: Cell<u64>,
+    gives_back: bool,
     log: Log,
     noise: Noise,
 }
@@ -134,6 +139,7 @@ fn run(setup: &Setup, mut orders: UnboundedReceiver<Option<Layout>>, done: &mpsc
         limiter: RefCell::new(limiter(setup.layout)),
         stack: stack.clone(),
         last_number: Cell::new(0),
+        gives_back: setup.gives_back,
         log,
         noise: Noise::of_this_thread(),
     });
@@ -171,8 +177,15 @@ impl Shared {
                 0 => dice.ms_within(200..1_500),
                 _ => dice.ms_within(0..20),
             };
-            let (number, permit) = self.decide(call, Duration::from_micros(patience_us)).await;
-            if has_slots && let Some(permit) = permit {
+            let patience = Duration::from_micros(patience_us);
+            let (number, admitted) = self.decide(&call, patience).await;
+            let Some((decision, permit)) = admitted else { continue };
+            if self.gives_back && dice.once_in(4) {
+                // Later, and in another order than they were charged in.
+                let after = dice.ms_within(0..150);
+                tokio::task::spawn_local(self.clone().give_back(number, call, decision, after));
+            }
+            if has_slots {
                 sleep(held).await;
                 self.log.write(&Line::Released { number, time_us: now_us() });
                 drop(permit);
@@ -180,27 +193,41 @@ impl Shared {
         }
     }
 
-    async fn decide(&self, call: Call, patience: Duration) -> (u64, Option<Permit>) {
+    async fn give_back(
+        self: Rc<Self>,
+        number: u64,
+        call: Call,
+        decision: Decision,
+        after: Duration,
+    ) {
+        let (limiter, _) = self.limiter.borrow().clone();
+        sleep(after).await;
+        self.log.write(&Line::GivenBack { number });
+        // If the server does not answer, nobody knows; it counts as if it was.
+        let _ = limiter.refund_async(&call, &decision).await;
+    }
+
+    async fn decide(&self, call: &Call, patience: Duration) -> (u64, Option<(Decision, Permit)>) {
         let (limiter, layout) = self.limiter.borrow().clone();
         let number = self.last_number.get() + 1;
         self.last_number.set(number);
         let noise_us = self.noise.so_far_us();
         let (from_us, start) = (now_us(), Instant::now());
-        let answer = timeout(patience, limiter.acquire(&call)).await;
+        let answer = timeout(patience, limiter.acquire(call)).await;
         let wait_us = start.elapsed().as_micros() as u64;
         let asked = Span { from_us, to_us: now_us() };
         let noise_us = self.noise.so_far_us() - noise_us;
-        let (answer, charges, permit) = match answer {
-            Ok(Ok((decision, permit))) => (Answer::Admitted, self.charges(&decision), Some(permit)),
+        let (answer, charges, admitted) = match answer {
+            Ok(Ok(admitted)) => (Answer::Admitted, self.charges(&admitted.0), Some(admitted)),
             Ok(Err(rejection)) => (answer_of(&rejection), Vec::new(), None),
             Err(_) => (Answer::GivenUp, Vec::new(), None),
         };
-        let layout = layout.number;
+        let (layout, call) = (layout.number, *call);
         let decided = Decided { number, asked, wait_us, noise_us, answer, layout, call, charges };
         let writing = Instant::now();
         self.log.write(&Line::Decided(decided));
         self.noise.add(writing.elapsed());
-        (number, permit)
+        (number, admitted)
     }
 
     fn charges(&self, decision: &Decision) -> Vec<Charged> {

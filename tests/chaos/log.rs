@@ -15,6 +15,10 @@ pub(crate) enum Line {
         number: u64,
         time_us: u64,
     },
+    /// What was charged by the decision of that number is about to be given back.
+    GivenBack {
+        number: u64,
+    },
     /// The machine did nothing for this process.
     Stalled {
         from_us: u64,
@@ -68,6 +72,7 @@ impl Line {
     pub(crate) fn text(&self) -> String {
         match self {
             Self::Released { number, time_us } => format!("r {number} {time_us}\n"),
+            Self::GivenBack { number } => format!("b {number}\n"),
             Self::Stalled { from_us, to_us } => format!("s {from_us} {to_us}\n"),
             Self::Decided(decided) => {
                 let Decided { number, asked, wait_us, noise_us, answer, layout, call, charges } =
@@ -94,6 +99,7 @@ impl Line {
         let mut number = || words.next()?.parse::<u64>().ok();
         Some(match kind {
             "r" => Self::Released { number: number()?, time_us: number()? },
+            "b" => Self::GivenBack { number: number()? },
             "s" => Self::Stalled { from_us: number()?, to_us: number()? },
             "d" => {
                 let (own_number, asked) =

@@ -76,7 +76,7 @@ fn plan_of(faults: impl IntoIterator<Item = (u64, u64, Fault)>) -> Plan {
     // Of a stack whose policies all count while there is no server.
     let plan = Plan::of(COUNTED_BY_ALL, Kind::Standalone, ms(3_500));
     let step = |(at, lasts, fault)| Step { at: ms(at), lasts: ms(lasts), fault };
-    Plan { steps: faults.into_iter().map(step).collect(), ..plan }
+    Plan { steps: faults.into_iter().map(step).collect(), gives_back: false, ..plan }
 }
 
 const COUNTED_BY_ALL: u64 = 11;

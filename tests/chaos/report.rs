@@ -18,6 +18,7 @@ pub(crate) struct Figures {
     stood_in: u64,
     strayed: u64,
     admissions: u64,
+    given_back: u64,
     waits_us: Vec<u32>,
     /// Less what the machine took of them.
     own_waits_us: Vec<u32>,
@@ -57,6 +58,7 @@ impl Figures {
             }
         }
         for life in &round.lives {
+            self.given_back += life.given_back;
             for decided in &life.decided {
                 self.add_decision(decided);
                 let noise_us = noise_us(life, decided);
@@ -153,10 +155,13 @@ fn at_rank(sorted: &[u32], per_mille: usize) -> f64 {
 
 impl fmt::Display for Figures {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rounds, answers, admissions, stood_in, strayed, .. } = self;
+        let Self { rounds, answers, admissions, given_back, stood_in, strayed, .. } = self;
         let decisions = self.decisions();
         writeln!(f, "{decisions} decisions in {rounds} rounds: {answers:?}")?;
-        writeln!(f, "{admissions} admissions checked, each by one policy")?;
+        writeln!(
+            f,
+            "{admissions} admissions checked, each by one policy, and {given_back} requests given back"
+        )?;
         writeln!(
             f,
             "{stood_in} answered without the servers, {strayed} of them while nothing was known to be wrong"

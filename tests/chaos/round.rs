@@ -15,7 +15,7 @@ use crate::{
     topology::{Kind, Topology},
 };
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     env, fs,
     path::PathBuf,
     process,
@@ -37,6 +37,8 @@ pub(crate) struct Plan {
     /// How many the stores are told that there are.
     pub(crate) told_instances: u32,
     pub(crate) steps: Vec<Step>,
+    /// Whether callers have some of what they were charged given back.
+    pub(crate) gives_back: bool,
 }
 
 /// What happened in a round.
@@ -55,6 +57,8 @@ pub(crate) struct Life {
     pub(crate) instance: u64,
     pub(crate) decided: Vec<Decided>,
     pub(crate) stalls: Vec<Span>,
+    /// How many decisions were given back.
+    pub(crate) given_back: u64,
 }
 
 /// A fault that was.
@@ -75,8 +79,14 @@ impl Plan {
         let mut dice = Dice::of(seed, &[0x91a4]);
         let flavour = dice.one_of(&Flavour::ALL);
         let instances = 4;
-        let steps = schedule(&mut dice, kind, instances, length);
-        Self { seed, kind, flavour, length, instances, told_instances: instances as u32, steps }
+        let mut steps = schedule(&mut dice, kind, instances, length);
+        let gives_back = dice.once_in(3);
+        if gives_back {
+            // What was charged before state was lost is given back to those who did not charge it.
+            steps.retain(|step| !loses(step.fault));
+        }
+        let told_instances = instances as u32;
+        Self { seed, kind, flavour, length, instances, told_instances, steps, gives_back }
     }
 }
 
@@ -260,6 +270,7 @@ impl Stage<'_> {
             instances: plan.told_instances,
             urls: topology.urls(number),
             layout: *layout,
+            gives_back: plan.gives_back,
             log: log.to_str().unwrap().to_owned(),
         };
         let variables = setup.variables();
@@ -316,12 +327,16 @@ fn gather(
     let mut lives = Vec::new();
     for Ended { instance, life, end_us } in ended {
         let (instance, life) = (*instance, *life);
-        let (mut decided, mut stalls, mut released) = (Vec::new(), Vec::new(), HashMap::new());
+        let (mut decided, mut stalls) = (Vec::new(), Vec::new());
+        let (mut released, mut given_back) = (HashMap::new(), HashSet::new());
         for line in log::read(&dir.join(log_name(instance, life))) {
             match line {
                 Line::Decided(line) => decided.push(line),
                 Line::Released { number, time_us } => {
                     released.insert(number, time_us);
+                }
+                Line::GivenBack { number } => {
+                    given_back.insert(number);
                 }
                 Line::Stalled { from_us, to_us } => stalls.push(Span { from_us, to_us }),
             }
@@ -341,14 +356,14 @@ fn gather(
                     let released = released.get(&line.number).copied().unwrap_or(*end_us);
                     let held = Span { from_us: line.asked.to_us, to_us: released };
                     evidence.holds.push(Hold { policy, key, instance, ledger, cost, held });
-                } else {
+                } else if !given_back.contains(&line.number) {
                     let (time_us, asked) = (charge.time_us, line.asked);
                     let admission = Admission { policy, key, ledger, cost, time_us, asked };
                     evidence.admissions.push(admission);
                 }
             }
         }
-        lives.push(Life { instance, decided, stalls });
+        lives.push(Life { instance, decided, stalls, given_back: given_back.len() as u64 });
     }
     let healing_us = HEALING.as_micros() as u64;
     let until_healed = |span: Span| Span { to_us: span.to_us + healing_us, ..span };
