@@ -158,7 +158,7 @@ mod tests {
     }
 
     fn decision(outcomes: impl IntoIterator<Item = Outcome>) -> Decision {
-        Decision { outcomes: outcomes.into_iter().collect(), ..Decision::open() }
+        Decision::new(outcomes.into_iter().collect(), 0, 0)
     }
 
     fn rejection(reason: Reason, outcomes: impl IntoIterator<Item = Outcome>) -> Rejection {
