@@ -134,13 +134,13 @@ impl Allotment {
 }
 
 impl Decision {
-    /// A decision that is still to be made.
+    /// A decision that was made in one place.
     #[inline]
-    pub(crate) fn open() -> Self {
+    pub(crate) const fn new(outcomes: Outcomes, time_us: u64, delay_us: u64) -> Self {
         Self {
-            time_us: 0,
-            delay_us: 0,
-            outcomes: Outcomes::new(),
+            time_us,
+            delay_us,
+            outcomes,
             stood_in: false,
             #[cfg(feature = "redis")]
             origins: None,

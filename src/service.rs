@@ -78,8 +78,10 @@ where
             return ResponseFuture::deciding(deciding, self.take_ready(), request, limits);
         }
         let mut extras = Extras::default();
-        let decision = match limits.limiter.admit(&parts, &mut extras) {
-            Ok(decision) => decision,
+        let note = match limits.limiter.admit(&parts, &mut extras) {
+            Ok(decision) => {
+                Note::of(limits, decision, extras.permit.as_ref(), &mut parts.extensions)
+            }
             Err(rejection) => {
                 if let Some(deciding) = extras.deciding {
                     let (limits, request) = (limits.clone(), Request::from_parts(parts, body));
@@ -92,12 +94,12 @@ where
             }
         };
         let Extras { turn, permit, .. } = extras;
-        let note = Note::of(limits, decision, permit.as_ref(), &mut parts.extensions);
+        let Some(turn) = turn else {
+            let call = self.inner.call(Request::from_parts(parts, body));
+            return ResponseFuture::running(call, permit, note);
+        };
         let request = Request::from_parts(parts, body);
-        match turn {
-            None => ResponseFuture::running(self.inner.call(request), permit, note),
-            Some(turn) => ResponseFuture::waiting(turn, self.take_ready(), request, permit, note),
-        }
+        ResponseFuture::waiting(turn, self.take_ready(), request, permit, note)
     }
 }
 

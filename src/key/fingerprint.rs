@@ -71,20 +71,24 @@ impl Secret {
 
     #[inline]
     pub(crate) fn fingerprint(&self, key: &Key) -> Fingerprint {
-        let hash = key.with_bytes(|bytes| match self {
-            Self::Own(secret) => xxh3_128_with_secret(bytes, &**secret),
+        let hash = match self {
+            Self::Own(secret) => xxh3_128_with_secret(key.bytes(), &**secret),
             #[cfg(feature = "redis")]
-            Self::Shared(hmac) => {
-                let digest = Hmac::clone(hmac).chain_update(bytes).finalize().into_bytes();
-                digest.iter().take(16).fold(0, |hash, &byte| hash << 8 | u128::from(byte))
-            }
-        });
+            Self::Shared(hmac) => shared_hash(hmac, key.bytes()),
+        };
         let mut fingerprint = Fingerprint::from(hash);
         if fingerprint == Fingerprint::NOBODY {
             fingerprint.lower = 1;
         }
         fingerprint
     }
+}
+
+#[cfg(feature = "redis")]
+#[inline(never)]
+fn shared_hash(hmac: &Hmac<Sha256>, bytes: &[u8]) -> u128 {
+    let digest = hmac.clone().chain_update(bytes).finalize().into_bytes();
+    digest.iter().take(16).fold(0, |hash, &byte| hash << 8 | u128::from(byte))
 }
 
 impl Fingerprint {

@@ -3,7 +3,7 @@
 use super::{Acquired, Admitted, Deciding, Limiter};
 use crate::{
     algorithm::GivenBack,
-    concurrency::{Held, Place},
+    concurrency::{Held, Permit, Place},
     decision::{Decision, Origin, Outcome, Outcomes, Rejection, Verdict},
     remote::{Answer, FallenBack, Grant, Portion, Remote},
     store::{Bill, Mode, Refunds},
@@ -82,7 +82,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
         };
         let held = self.hold_here(&bill, &mut outcomes, mode, place)?;
         if bill.charges.is_empty() && bill.slots_elsewhere().is_empty() {
-            let acquired = Acquired { admitted: true, time_us: shared.clock.now_us(), held };
+            let (time_us, permit) = (shared.clock.now_us(), held.map(Permit::from));
+            let acquired = Acquired { admitted: true, time_us, permit };
             return self.conclude(outcomes, acquired, None);
         }
         let (portion, here) = portions(bill, outcomes);
@@ -113,7 +114,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let Portion { bill, mut outcomes } = answered;
         if !admitted {
             outcomes.extend(here);
-            let rejected = Acquired { admitted, time_us, held: None };
+            let rejected = Acquired { admitted, time_us, permit: None };
             return match self.conclude(outcomes, rejected, None) {
                 Ok(admitted) => Ok(admitted),
                 Err(rejection) => Err((rejection, granted)),
@@ -144,7 +145,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
             })
         });
         outcomes.extend(here);
-        let decided = self.conclude(outcomes, Acquired { admitted, time_us, held }, turn);
+        let acquired = Acquired { admitted, time_us, permit: held.map(Permit::from) };
+        let decided = self.conclude(outcomes, acquired, turn);
         let mut admitted = decided.map_err(|rejection| (rejection, Vec::new()))?;
         admitted.decision.origins = origins;
         match stood_in {
@@ -234,7 +236,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
             // Policies elsewhere were not asked, and have said nothing.
             let waited_for = other_outcomes.iter().filter(|other| other.verdict == Verdict::Full);
             let told = here_outcomes.iter().chain(waited_for).copied().collect();
-            let rejected = Acquired { admitted: false, time_us, held: None };
+            let rejected = Acquired { admitted: false, time_us, permit: None };
             return self.conclude(told, rejected, None).map(|_| None);
         };
         Ok(Some(Held::new(slots, taken, time_us)))

@@ -25,7 +25,6 @@ use rates::Rates;
 use std::{
     fmt,
     future::{Future, poll_fn},
-    mem,
     pin::Pin,
     sync::Arc,
     task::Poll,
@@ -97,8 +96,8 @@ pub(crate) type Deciding = Pin<Box<dyn Future<Output = Result<Admitted, Rejectio
 struct Acquired {
     admitted: bool,
     time_us: u64,
-    /// The slots that are held now, if any policy has slots.
-    held: Option<Held>,
+    /// What holds the slots from now on, if any policy has slots.
+    permit: Option<Permit>,
 }
 
 /// How often those who wait for a slot look again, where others may release it elsewhere, or the limit may
@@ -449,7 +448,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
     fn conclude(
         &self,
         mut outcomes: Outcomes,
-        Acquired { admitted, time_us, held }: Acquired,
+        Acquired { admitted, time_us, permit }: Acquired,
         turn: Option<Box<Turn>>,
     ) -> Result<Admitted, Rejection> {
         let shared = &self.shared;
@@ -458,9 +457,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
         if !admitted {
             return Err(Rejection::of_limits(outcomes, time_us));
         }
-        let mut decision = Decision::open();
-        (decision.time_us, decision.delay_us, decision.outcomes) = (time_us, delay_us, outcomes);
-        Ok(Admitted { decision, turn, permit: held.map(Permit::from) })
+        let decision = Decision::new(outcomes, time_us, delay_us);
+        Ok(Admitted { decision, turn, permit })
     }
 
     /// Whether a request may have to wait for a slot.
@@ -611,33 +609,21 @@ impl<R: ?Sized + 'static> Limiter<R> {
 
     #[inline]
     fn decide(&self, request: &R, mode: Mode) -> Result<Decision, Rejection> {
-        // A decision is large: it is written where the caller wants it, and not moved.
-        let mut result = Ok(Decision::open());
-        if let Ok(decision) = &mut result
-            && let Err(rejection) = self.fill_in(decision, request, mode)
-        {
-            result = Err(rejection);
-        }
-        result
-    }
-
-    #[inline]
-    fn fill_in(&self, decision: &mut Decision, request: &R, mode: Mode) -> Result<(), Rejection> {
-        let Decision { time_us, delay_us, outcomes, stood_in, .. } = decision;
-        let mut bill = Bill::default();
-        self.write_bill_here(request, &mut bill, outcomes)?;
-        *stood_in = bill.stands_in;
-        let acquired = self.shared.acquire(&bill, outcomes, mode, None);
-        let admitted = acquired.admitted;
-        *time_us = acquired.time_us;
-        self.shared.stack.sort(outcomes);
+        let shared = &self.shared;
+        let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
+        self.write_bill_here(request, &mut bill, &mut outcomes)?;
+        let Acquired { admitted, time_us, .. } = shared.acquire(&bill, &mut outcomes, mode, None);
+        shared.stack.sort(&mut outcomes);
         if !admitted {
-            return Err(Rejection::of_limits(mem::take(outcomes), *time_us));
+            return Err(Rejection::of_limits(outcomes, time_us));
         }
-        if self.shared.lines.is_some() {
-            *delay_us = outcomes.iter().map(|outcome| outcome.delay_us).max().unwrap_or(0);
-        }
-        Ok(())
+        let delay_us = match &shared.lines {
+            None => 0,
+            Some(_) => outcomes.iter().map(|outcome| outcome.delay_us).max().unwrap_or(0),
+        };
+        let mut decision = Decision::new(outcomes, time_us, delay_us);
+        decision.stood_in = bill.stands_in;
+        Ok(decision)
     }
 
     /// Writes what a request is to be charged in this process.
@@ -713,7 +699,7 @@ impl<R: ?Sized + 'static> Shared<R> {
             }
             _ => {
                 let admitted = self.rates.acquire(bill, outcomes, time_us, mode);
-                Acquired { admitted, time_us, held: None }
+                Acquired { admitted, time_us, permit: None }
             }
         }
     }
@@ -735,8 +721,8 @@ impl<R: ?Sized + 'static> Shared<R> {
             let mode = if fit { mode } else { Mode::Peek };
             self.rates.acquire(bill, rates, time_us, mode)
         });
-        let held = taken.map(|taken| Held::new(slots, taken, time_us));
-        Acquired { admitted: held.is_some(), time_us, held }
+        let permit = taken.map(|taken| Permit::from(Held::new(slots, taken, time_us)));
+        Acquired { admitted: permit.is_some(), time_us, permit }
     }
 }
 

@@ -84,6 +84,9 @@ struct Space<R: ?Sized> {
     parts: u32,
     next_part: AtomicU32,
     policies: Vec<usize>,
+    /// The bill of every request that has a key, but for its fingerprint, where the policies count all
+    /// requests alike; empty where they don't.
+    flat_bill: Vec<(Charge, Outcome)>,
 }
 
 impl<R: ?Sized> Space<R> {
@@ -223,7 +226,8 @@ impl<R: ?Sized + 'static> Stack<R> {
             };
             let space = spaces.iter().position(same).unwrap_or_else(|| {
                 let (parts, next_part) = (policy.parts, AtomicU32::new(0));
-                spaces.push(Space { extractor, parts, next_part, policies: Vec::new() });
+                let (policies, flat_bill) = (Vec::new(), Vec::new());
+                spaces.push(Space { extractor, parts, next_part, policies, flat_bill });
                 spaces.len() - 1
             });
             spaces[space].policies.push(index);
@@ -269,6 +273,11 @@ impl<R: ?Sized + 'static> Stack<R> {
                 #[cfg(feature = "redis")]
                 instances: None,
             });
+        }
+        for space in spaces.iter_mut().filter(|space| space.parts == 1) {
+            let charge = |&policy: &usize| entries[policy].flat_charge();
+            space.flat_bill =
+                space.policies.iter().map(charge).collect::<Option<_>>().unwrap_or_default();
         }
         let is_shuffled = spaces.len() > 1 || !slot_names.is_empty();
         Ok(Self { entries, spaces, slot_names, is_shuffled, secret })
@@ -373,48 +382,72 @@ impl<R: ?Sized + 'static> Stack<R> {
         asking: &mut usize,
     ) -> Result<(), Box<Reason>> {
         for space in &self.spaces {
-            let (mut key, mut missing) = (None, None);
-            for &policy in &space.policies {
-                *asking = policy;
-                let entry = &self.entries[policy];
-                let terms = entry.terms.as_deref();
-                if terms.is_some_and(|terms| !terms.apply_to(request)) {
-                    continue;
-                }
-                if key.is_none() && missing.is_none() {
-                    match space.extractor.find_key(request, &self.secret) {
-                        Ok(found) => key = Some(found),
-                        Err(error) => missing = Some(error),
-                    }
-                }
-                let counted = match &missing {
-                    None => key,
-                    Some(error) => self.without_key(entry, error)?,
-                };
-                let Some(fingerprint) = counted else {
-                    continue;
-                };
-                match (&entry.limit, terms) {
-                    (EntryLimit::Rate { charge, .. }, None) => {
-                        let fingerprint = space.part_of(fingerprint);
+            let mut found = None;
+            if !space.flat_bill.is_empty() {
+                *asking = space.policies[0];
+                let key = space.extractor.find_key(request, &self.secret);
+                if let Ok(fingerprint) = key {
+                    for (charge, outcome) in &space.flat_bill {
                         bill.charges.push(Charge { fingerprint, ..*charge });
-                        outcomes.push(Outcome::open(entry.name, entry.allotment, 1));
+                        outcomes.push(*outcome);
                     }
-                    (EntryLimit::InFlight { limit, slot, .. }, None) => {
-                        let fingerprint = space.part_of(fingerprint);
-                        bill.slots.push(Slot { fingerprint, limit: limit.now(), ..*slot });
-                    }
-                    (_, Some(terms)) => {
-                        if !terms.exempt.contains(&fingerprint) {
-                            let fingerprint = space.part_of(fingerprint);
-                            entry.charge_on(terms, request, fingerprint, bill, outcomes)?;
-                        }
-                    }
+                    continue;
                 }
+                found = Some(key);
             }
+            self.bill_space(space, found, request, bill, outcomes, asking)?;
         }
         if !bill.slots.is_empty() {
             self.slot_outcomes(bill, outcomes);
+        }
+        Ok(())
+    }
+
+    /// Writes what the policies of a space charge, each by its own terms. The key is found when the first
+    /// policy asks for it, unless that was tried already.
+    #[inline(never)]
+    fn bill_space(
+        &self,
+        space: &Space<R>,
+        mut found: Option<Result<Fingerprint, KeyError>>,
+        request: &R,
+        bill: &mut Bill,
+        outcomes: &mut Outcomes,
+        asking: &mut usize,
+    ) -> Result<(), Box<Reason>> {
+        for &policy in &space.policies {
+            *asking = policy;
+            let entry = &self.entries[policy];
+            let terms = entry.terms.as_deref();
+            if terms.is_some_and(|terms| !terms.apply_to(request)) {
+                continue;
+            }
+            let found =
+                found.get_or_insert_with(|| space.extractor.find_key(request, &self.secret));
+            let counted = match found {
+                Ok(fingerprint) => Some(*fingerprint),
+                Err(error) => self.without_key(entry, error)?,
+            };
+            let Some(fingerprint) = counted else {
+                continue;
+            };
+            match (&entry.limit, terms) {
+                (EntryLimit::Rate { charge, .. }, None) => {
+                    let fingerprint = space.part_of(fingerprint);
+                    bill.charges.push(Charge { fingerprint, ..*charge });
+                    outcomes.push(Outcome::open(entry.name, entry.allotment, 1));
+                }
+                (EntryLimit::InFlight { limit, slot, .. }, None) => {
+                    let fingerprint = space.part_of(fingerprint);
+                    bill.slots.push(Slot { fingerprint, limit: limit.now(), ..*slot });
+                }
+                (_, Some(terms)) => {
+                    if !terms.exempt.contains(&fingerprint) {
+                        let fingerprint = space.part_of(fingerprint);
+                        entry.charge_on(terms, request, fingerprint, bill, outcomes)?;
+                    }
+                }
+            }
         }
         Ok(())
     }
@@ -467,6 +500,16 @@ impl<R: ?Sized + 'static> Stack<R> {
 }
 
 impl<R: ?Sized> Entry<R> {
+    /// What every request that has a key is charged, but for its fingerprint, if that is one and the same.
+    fn flat_charge(&self) -> Option<(Charge, Outcome)> {
+        match &self.limit {
+            EntryLimit::Rate { charge, .. } if self.terms.is_none() => {
+                Some((*charge, Outcome::open(self.name, self.allotment, 1)))
+            }
+            _ => None,
+        }
+    }
+
     /// Whether its quota may be another one from request to request.
     fn varies(&self) -> bool {
         self.terms.as_ref().is_some_and(|terms| terms.quota_for.is_some())

@@ -106,7 +106,9 @@ impl Responder {
     /// quotas. The field has to be true for the response that carries it.
     fn own_policies(&self, outcomes: &[Outcome]) -> Option<HeaderValue> {
         let own = self.policies.iter().map(|(_, own)| *own);
-        if !self.headers.lists_policies() || self.met(outcomes).eq(own) {
+        // As many outcomes as there are policies are those of all, in the order of the stack.
+        let all_met = outcomes.iter().map(|outcome| outcome.quota).eq(own.clone());
+        if !self.headers.lists_policies() || all_met || self.met(outcomes).eq(own) {
             return None;
         }
         let names = self.policies.iter().map(|(name, _)| *name);
@@ -158,7 +160,7 @@ mod tests {
     }
 
     fn decision(outcomes: impl IntoIterator<Item = Outcome>) -> Decision {
-        Decision { outcomes: outcomes.into_iter().collect(), ..Decision::open() }
+        Decision::new(outcomes.into_iter().collect(), 0, 0)
     }
 
     fn rejection(reason: Reason, outcomes: impl IntoIterator<Item = Outcome>) -> Rejection {

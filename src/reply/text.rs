@@ -38,12 +38,8 @@ impl Text {
     }
 
     #[inline]
-    pub(super) fn push_number(&mut self, mut number: u64) {
-        let digits = number.checked_ilog10().map_or(1, |log| log as usize + 1);
-        for digit in self.space(digits).iter_mut().rev() {
-            *digit = b'0' + (number % 10) as u8;
-            number /= 10;
-        }
+    pub(super) fn push_number(&mut self, number: u64) {
+        self.push_str(itoa::Buffer::new().format(number));
     }
 
     #[inline]
