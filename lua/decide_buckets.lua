@@ -128,7 +128,7 @@ end
 if string.byte(ARGV[2], 4) == 1 then
   local told, n, values, ends = decide_buckets(now)
   if told then
-    write_strings(now, ttl_ms, values, ends, string.byte(ARGV[2], 3) == 1)
+    write_strings(now, spare_ms, values, ends, string.byte(ARGV[2], 3) == 1)
     return tell(told, n)
   end
 end

@@ -61,10 +61,8 @@ pub(crate) struct Answer {
     pub(crate) admitted: bool,
     /// The present of the first who answered.
     pub(crate) time_us: u64,
-    /// What was decided.
-    pub(crate) answered: Portion,
-    /// What was not, if anything.
-    pub(crate) missing: Option<Portion>,
+    /// What was not decided, if anything.
+    pub(crate) missing: Option<Box<Portion>>,
     /// The slots that are held elsewhere now.
     pub(crate) leases: Leases,
     /// What has to be given back if the request is not admitted after all.
@@ -139,16 +137,20 @@ impl Remote {
         Ok(Self { store, policies, slots, refunds: Semaphore::new(1) })
     }
 
-    /// Has a portion decided, wherever its parts are, at the same time. Where one of several parts is
-    /// rejected, what was charged for the others is to be given back.
-    pub(crate) async fn acquire(&self, mut portion: Portion, mode: Mode, until: Instant) -> Answer {
+    /// Has a portion decided, wherever its parts are, at the same time; what was decided is left of it.
+    /// Where one of several parts is rejected, what was charged for the others is to be given back.
+    pub(crate) async fn acquire(
+        &self,
+        portion: &mut Portion,
+        mode: Mode,
+        until: Instant,
+    ) -> Answer {
         let parts = self.parts(&portion.bill);
-        let told = self.decide(&parts, &portion, mode, until).await;
+        let told = self.decide(&parts, portion, mode, until).await;
         let answers = parts.iter().zip(told);
         let mut answer = Answer {
             admitted: true,
             time_us: 0,
-            answered: Portion::default(),
             missing: None,
             leases: Leases::new(),
             granted: Vec::new(),
@@ -178,7 +180,7 @@ impl Remote {
                 self.fill_in(&mut charged, part, told, true);
                 answer.granted.push(self.grant(&charged, part, told.time_us));
             }
-            self.fill_in(&mut portion, part, told, charging && answer.admitted);
+            self.fill_in(portion, part, told, charging && answer.admitted);
         }
         if !answer.admitted {
             answer.leases.clear();
@@ -195,17 +197,16 @@ impl Remote {
             };
             answer.origins = Some(policies.map(origin).collect());
         }
-        if missing.is_empty() {
-            answer.answered = portion;
-        } else {
+        if !missing.is_empty() {
             let of_parts = |parts: &[&Part]| {
                 let mut rest = Portion::default();
-                parts.iter().for_each(|part| rest.extend_from(&portion, part));
+                parts.iter().for_each(|part| rest.extend_from(portion, part));
                 rest
             };
             let kept: SmallVec<[&Part; 1]> = answered.iter().map(|(part, _)| *part).collect();
-            answer.answered = of_parts(&kept);
-            answer.missing = Some(of_parts(&missing));
+            let kept = of_parts(&kept);
+            answer.missing = Some(Box::new(of_parts(&missing)));
+            *portion = kept;
         }
         answer
     }
@@ -225,7 +226,7 @@ impl Remote {
                 let rule = CodedRule::of_slots(id, slot.limit, self.store.lease_us());
                 AskedCharge { fingerprint: slot.fingerprint, rule, cost: slot.cost }
             }));
-            self.store.decide(part.place, ask, until)
+            self.store.decide(part.place, Arc::new(ask), until)
         };
         match parts {
             [part] => smallvec![decide(part).await],
@@ -280,7 +281,7 @@ impl Remote {
     pub(crate) async fn count(&self, counts: &[Count]) -> Option<Told> {
         let place = self.store.place_of(counts.first()?.charge.fingerprint);
         let ask = self.ask_of(counts.iter().map(|count| (count, count.cost)), Purpose::Count);
-        let (told, _) = self.store.decide(place, ask, self.store.until()).await?;
+        let (told, _) = self.store.decide(place, Arc::new(ask), self.store.until()).await?;
         Some(told)
     }
 

@@ -251,5 +251,5 @@ local function write_identities(has_msetex)
       ends[key] = fresh
     end
   end
-  write_strings(now, ttl_ms, values, ends, has_msetex)
+  write_strings(now, spare_ms, values, ends, has_msetex)
 end

@@ -34,7 +34,7 @@ local LOW = 2 ^ 48
 -- Writes strings under their keys. `ends` has the instants from which on they mean nothing; those
 -- without one are left alone. A power of two of milliseconds is close enough an expiry: to be kept for
 -- longer is harmless, since a state is judged by the instants in it.
-local function write_strings(now, ttl_ms, values, ends, has_msetex)
+local function write_strings(now, spare_ms, values, ends, has_msetex)
   local names, call = KEYS, redis.call
   -- The last expiry, as text, and as the longest time in microseconds for which it is the one; and the
   -- names and strings that are written with it by one command, if the server can do that.
@@ -45,7 +45,8 @@ local function write_strings(now, ttl_ms, values, ends, has_msetex)
     if fresh then
       local ttl = fresh - now
       if ttl > longest or ttl * 2 <= longest then
-        local _, class = math.frexp(ttl_ms(fresh))
+        -- The server counts from the beginning of the present millisecond.
+        local _, class = math.frexp(ttl / 1000 + 1 + spare_ms)
         expiry, longest = string.format('%d', 2 ^ class), 2 ^ class * 1000
         if batches then
           batch = batches[expiry] or { nil, nil, nil, nil }

@@ -9,20 +9,26 @@ use crate::{
     store::{Bill, Mode, Refunds},
     turn::{Counted, Refund, Turn},
 };
-use std::sync::Arc;
+use std::{future::ready, mem, sync::Arc};
 use tokio::runtime::Handle;
 
 /// How something was asked for elsewhere.
-struct Asked<'a> {
+struct How<'a> {
     /// The slots of this process that the request holds.
     held: Option<Held>,
     /// What those policies said.
-    here: Outcomes,
+    here: Vec<Outcome>,
     mode: Mode,
     /// Whether it stands in line.
     waits: bool,
     /// Where it stands in line for a slot.
     place: Option<&'a Place>,
+}
+
+/// A request that was rejected, with what is to be given back.
+struct Rejected {
+    rejection: Rejection,
+    granted: Vec<Grant>,
 }
 
 impl<R: ?Sized + 'static> Limiter<R> {
@@ -33,98 +39,110 @@ impl<R: ?Sized + 'static> Limiter<R> {
             Mode::Charge => self.board(request),
             Mode::Peek => Ok(None),
         };
-        let (mut bill, mut outcomes) = (Bill::default(), Outcomes::new());
-        let written = match &boarded {
-            Ok(_) => self.write_bill(request, &mut bill, &mut outcomes),
-            Err(_) => Ok(()),
-        };
+        let mut asked = Portion::default();
+        let boarded = boarded.and_then(|aboard| {
+            self.write_bill(request, &mut asked.bill, &mut asked.outcomes)?;
+            Ok(aboard)
+        });
         let limiter = self.clone();
-        Some(Box::pin(async move {
-            let aboard = boarded?;
-            written?;
-            let admitted = limiter.decide_or_wait(bill, outcomes, mode, waits).await?;
-            Ok(admitted.with(aboard))
-        }))
+        Some(match boarded {
+            Ok(aboard) => Box::pin(async move {
+                let admitted = limiter.decide_or_wait(&mut asked, mode, waits).await?;
+                Ok(admitted.with(aboard))
+            }),
+            Err(rejection) => Box::pin(ready(Err(rejection))),
+        })
     }
 
     async fn decide_or_wait(
-        self,
-        bill: Bill,
-        outcomes: Outcomes,
+        &self,
+        asked: &mut Portion,
         mode: Mode,
         waits: bool,
     ) -> Result<Admitted, Rejection> {
-        if !waits || !self.may_wait(&bill) {
-            return self.decide_elsewhere(bill, outcomes, mode, waits, None).await;
+        if waits && self.may_wait(&asked.bill) {
+            return Box::pin(self.decide_in_line(asked, mode)).await;
         }
-        let first = (bill.clone(), outcomes.clone());
-        let decided = self.decide_elsewhere(first.0, first.1, mode, waits, None).await;
-        let Err(rejection) = decided else {
-            return decided;
-        };
-        match self.line_up(&rejection, &bill, None) {
-            Some(place) => self.wait_for_slots(place, bill, outcomes, rejection).await,
-            None => Err(rejection),
+        self.decide_elsewhere(asked, mode, waits, None).await
+    }
+
+    /// Decides a request that waits for slots if there are none.
+    async fn decide_in_line(&self, asked: &mut Portion, mode: Mode) -> Result<Admitted, Rejection> {
+        let Portion { bill, outcomes } = asked.clone();
+        match self.decide_elsewhere(asked, mode, true, None).await {
+            Ok(admitted) => Ok(admitted),
+            Err(rejection) => match self.line_up(&rejection, &bill, None) {
+                Some(place) => self.clone().wait_for_slots(place, bill, outcomes, rejection).await,
+                None => Err(rejection),
+            },
         }
     }
 
+    /// Decides what is asked for, of which nothing is left then.
+    ///
+    /// Each decision is such a future, so what few of them come to is in boxes of its own.
     pub(super) async fn decide_elsewhere(
         &self,
-        bill: Bill,
-        mut outcomes: Outcomes,
+        asked: &mut Portion,
         mode: Mode,
         waits: bool,
         place: Option<&Place>,
     ) -> Result<Admitted, Rejection> {
         let shared = &self.shared;
         let Some(remote) = &shared.remote else {
-            return self.decide_here(&bill, outcomes, place);
+            return self.decide_here(&asked.bill, mem::take(&mut asked.outcomes), place);
         };
-        let held = self.hold_here(&bill, &mut outcomes, mode, place)?;
-        if bill.charges.is_empty() && bill.slots_elsewhere().is_empty() {
+        let held = self.hold_here(&asked.bill, &mut asked.outcomes, mode, place)?;
+        if asked.bill.charges.is_empty() && asked.bill.slots_elsewhere().is_empty() {
             let (time_us, permit) = (shared.clock.now_us(), held.map(Permit::from));
             let acquired = Acquired { admitted: true, time_us, permit };
-            return self.conclude(outcomes, acquired, None);
+            return self.conclude(mem::take(&mut asked.outcomes), acquired, None);
         }
-        let (portion, here) = portions(bill, outcomes);
+        let here = asked.take_what_is_here();
         let until = remote.until();
-        let answer = remote.acquire(portion, mode, until).await;
-        let asked = Asked { held, here, mode, waits, place };
-        let decided = self.conclude_parts(remote, answer, asked).await;
-        match decided {
-            Ok(admitted) => Ok(admitted),
-            Err((rejection, granted)) => {
-                remote.give_back(granted, until).await;
+        let answer = remote.acquire(asked, mode, until).await;
+        let how = How { held, here, mode, waits, place };
+        match self.conclude_parts(remote, asked, answer, how) {
+            Ok((admitted, None)) => Ok(admitted),
+            Ok((admitted, Some(stood_in))) => {
+                Ok(Box::pin(self.with_stand_in(admitted, *stood_in, &asked.bill)).await)
+            }
+            Err(rejected) => {
+                let Rejected { rejection, granted } = *rejected;
+                if !granted.is_empty() {
+                    Box::pin(remote.give_back(granted, until)).await;
+                }
                 Err(rejection)
             }
         }
     }
 
-    /// What comes of what was decided elsewhere, and of what was not and has to be decided here. If the
-    /// request is rejected, what is to be given back comes along.
-    async fn conclude_parts(
+    /// What comes of what was decided elsewhere, and beside it of what was not and has to be decided here.
+    /// If the request is rejected, what is to be given back comes along.
+    fn conclude_parts(
         &self,
         remote: &Remote,
+        answered: &mut Portion,
         answer: Answer,
-        asked: Asked<'_>,
-    ) -> Result<Admitted, (Rejection, Vec<Grant>)> {
+        how: How<'_>,
+    ) -> Result<(Admitted, Option<Box<Admitted>>), Box<Rejected>> {
         let shared = &self.shared;
-        let Asked { mut held, here, mode, waits, place } = asked;
-        let Answer { admitted, time_us, answered, missing, leases, granted, origins } = answer;
-        let Portion { bill, mut outcomes } = answered;
+        let How { mut held, here, mode, waits, place } = how;
+        let Answer { admitted, time_us, missing, leases, granted, origins } = answer;
+        let (bill, mut outcomes) = (&answered.bill, mem::take(&mut answered.outcomes));
         if !admitted {
             outcomes.extend(here);
             let rejected = Acquired { admitted, time_us, permit: None };
             return match self.conclude(outcomes, rejected, None) {
-                Ok(admitted) => Ok(admitted),
-                Err(rejection) => Err((rejection, granted)),
+                Ok(admitted) => Ok((admitted, None)),
+                Err(rejection) => Err(Box::new(Rejected { rejection, granted })),
             };
         }
         let stood_in = match &missing {
             None => None,
-            Some(portion) => match self.stand_in(remote, portion, mode, place, &mut held).await {
-                Ok(stood_in) => Some(stood_in),
-                Err(rejection) => return Err((rejection, granted)),
+            Some(portion) => match self.stand_in(remote, portion, mode, place, &mut held) {
+                Ok(stood_in) => Some(Box::new(stood_in)),
+                Err(rejection) => return Err(Box::new(Rejected { rejection, granted })),
             },
         };
         if let Some(held) = held.as_mut().filter(|_| mode == Mode::Charge) {
@@ -137,7 +155,7 @@ impl<R: ?Sized + 'static> Limiter<R> {
         let turn = shared.lines.as_ref().filter(|_| waits).and_then(|lines| {
             // Its turn is so much later by any clock.
             let acquired = |_: &mut [Outcome]| Some(shared.clock.now_us());
-            let places = lines.join(Counted::Elsewhere, &bill, &mut outcomes, acquired);
+            let places = lines.join(Counted::Elsewhere, bill, &mut outcomes, acquired);
             (!places.is_empty()).then(|| {
                 let charged = (bill.clone(), outcomes.clone());
                 let refund = self.refund_elsewhere(time_us, origins.clone());
@@ -147,16 +165,14 @@ impl<R: ?Sized + 'static> Limiter<R> {
         outcomes.extend(here);
         let acquired = Acquired { admitted, time_us, permit: held.map(Permit::from) };
         let decided = self.conclude(outcomes, acquired, turn);
-        let mut admitted = decided.map_err(|rejection| (rejection, Vec::new()))?;
+        let rejected = |rejection| Box::new(Rejected { rejection, granted: Vec::new() });
+        let mut admitted = decided.map_err(rejected)?;
         admitted.decision.origins = origins;
-        match stood_in {
-            None => Ok(admitted),
-            Some(stood_in) => Ok(self.with_stand_in(admitted, stood_in, &bill).await),
-        }
+        Ok((admitted, stood_in))
     }
 
     /// Decides here what was not decided elsewhere, by the failure modes.
-    async fn stand_in(
+    fn stand_in(
         &self,
         remote: &Remote,
         portion: &Portion,
@@ -297,12 +313,13 @@ impl<R: ?Sized + 'static> Limiter<R> {
     }
 }
 
-/// What is to be decided elsewhere, and the outcomes of the slots of this process.
-fn portions(mut bill: Bill, mut outcomes: Outcomes) -> (Portion, Outcomes) {
-    let (first, here) = (bill.charges.len(), bill.slots_here().len());
-    let here_outcomes = outcomes.drain(first..first + here).collect();
-    bill.slots.drain(..here);
-    (Portion { bill, outcomes }, here_outcomes)
+impl Portion {
+    /// Leaves what is to be decided elsewhere. Returns the outcomes of the slots of this process.
+    fn take_what_is_here(&mut self) -> Vec<Outcome> {
+        let (first, here) = (self.bill.charges.len(), self.bill.slots_here().len());
+        self.bill.slots.drain(..here);
+        self.outcomes.drain(first..first + here).collect()
+    }
 }
 
 /// When something was charged for a policy.

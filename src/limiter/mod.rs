@@ -9,7 +9,7 @@ mod rates;
 pub use builder::LimiterBuilder;
 
 #[cfg(feature = "redis")]
-use crate::remote::Remote;
+use crate::remote::{Portion, Remote};
 use crate::{
     clock::Clock,
     concurrency::{Held, Permit, Place, Slots},
@@ -541,7 +541,8 @@ impl<R: ?Sized + 'static> Limiter<R> {
     ) -> Result<Admitted, Rejection> {
         #[cfg(feature = "redis")]
         if self.asks_elsewhere() {
-            return self.decide_elsewhere(bill, outcomes, Mode::Charge, true, Some(place)).await;
+            let mut asked = Portion { bill, outcomes };
+            return self.decide_elsewhere(&mut asked, Mode::Charge, true, Some(place)).await;
         }
         self.decide_here(&bill, outcomes, Some(place))
     }

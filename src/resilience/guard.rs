@@ -8,6 +8,7 @@ use std::{
     future::Future,
     hash::{BuildHasher, RandomState},
     panic::{AssertUnwindSafe, catch_unwind},
+    pin::pin,
     sync::atomic::{AtomicU64, Ordering::Relaxed},
     time::Duration,
 };
@@ -109,7 +110,7 @@ impl Guard {
         &self,
         call: impl Future<Output = Result<T, E>>,
     ) -> Option<T> {
-        self.call_until(Instant::now() + self.deadline, call).await
+        self.call_until(Instant::now() + self.deadline, pin!(call)).await
     }
 
     /// The same for a call that is part of something that has begun before.

@@ -122,7 +122,7 @@ impl Cluster {
         if let Some(node) = map.owner(slot) {
             return Some(node);
         }
-        self.look(map.number).await;
+        Box::pin(self.look(map.number)).await;
         self.map().owner(slot).or_else(|| {
             let nodes = self.nodes();
             nodes.get(usize::from(slot) % nodes.len()).map(|(_, node)| node.clone())

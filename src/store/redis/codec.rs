@@ -4,7 +4,7 @@ use crate::{algorithm::Terms, key::Fingerprint, store::Rule};
 use redis::{Cmd, Value};
 use sha2::{Digest, Sha256};
 use smallvec::SmallVec;
-use std::{collections::HashMap, fmt::Write, sync::Arc};
+use std::{array, collections::HashMap, io::Write, sync::Arc};
 
 /// A rule in the form that the scripts read. Clones are cheap, and equal ones go into a batch once.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -314,7 +314,7 @@ impl Record {
     fn bucket(code: u8, terms: Vec<u8>, spare: usize) -> Self {
         let mut format = format!("<I2I6Bc{}", terms.len());
         if spare > 0 {
-            write!(format, "I{spare}").expect("a string takes everything");
+            format += &format!("I{spare}");
         }
         let length = HEAD + terms.len() + spare;
         Self { code, terms, format, length }
@@ -376,15 +376,19 @@ impl<'a> Tables<'a> {
     /// Appends the keys, how many there are before them, and the rules.
     fn push_args(&self, command: &mut Cmd) {
         command.arg(self.keys.len() + self.rings.len());
+        let mut bytes = Vec::with_capacity(64);
         for &(fingerprint, prefix) in &self.keys {
-            command.arg(key_name(prefix, fingerprint));
+            bytes.clear();
+            push_key_name(&mut bytes, prefix, fingerprint);
+            command.arg(&bytes);
         }
         for &(key, policy) in &self.rings {
             let (fingerprint, prefix) = self.keys[usize::from(key) - 1];
             command.arg(ring_name(prefix, fingerprint, policy));
         }
-        let rules: Vec<u8> = self.rules.iter().flat_map(|rule| &*rule.bytes).copied().collect();
-        command.arg(rules);
+        bytes.clear();
+        self.rules.iter().for_each(|rule| bytes.extend_from_slice(&rule.bytes));
+        command.arg(&bytes);
     }
 }
 
@@ -400,7 +404,8 @@ fn index_of<T: PartialEq>(items: &mut Vec<T>, item: T) -> u16 {
 /// Appends the arguments of `decide.lua` to a command.
 pub(super) fn push_batch(command: &mut Cmd, asks: &[&Ask], has_msetex: bool) {
     let mut tables = Tables::new(asks);
-    let mut requests = (tables.keys.len() as u16).to_le_bytes().to_vec();
+    let mut requests = Vec::with_capacity(16 * (asks.len() + 1));
+    requests.extend((tables.keys.len() as u16).to_le_bytes());
     requests.push(has_msetex.into());
     let is_crowded = asks.len() > CROWD * tables.keys.len();
     requests.push((!is_crowded && asks.iter().all(|ask| ask.is_short())).into());
@@ -559,9 +564,7 @@ pub(super) fn read_lost(reply: &[u8]) -> Option<Vec<usize>> {
 
 /// The slot of a cluster that an identity is in, with all that belongs to it.
 pub(super) fn slot_of(fingerprint: Fingerprint) -> u16 {
-    let mut tag = String::with_capacity(22);
-    push_base64(&mut tag, fingerprint);
-    slot_of_tag(tag.as_bytes())
+    slot_of_tag(&base64(fingerprint))
 }
 
 /// The slot of a key whose hash tag is in braces.
@@ -583,27 +586,28 @@ pub(super) fn slot_of_tag(tag: &[u8]) -> u16 {
 pub(super) const SLOTS_OF_CLUSTER: u16 = 16_384;
 
 /// The braces keep an identity and its rings in one slot of a cluster.
-fn key_name(prefix: &str, fingerprint: Fingerprint) -> String {
-    let mut name = String::with_capacity(prefix.len() + 25);
-    name.push_str(prefix);
-    name.push_str(":{");
-    push_base64(&mut name, fingerprint);
-    name.push('}');
+fn push_key_name(name: &mut Vec<u8>, prefix: &str, fingerprint: Fingerprint) {
+    name.extend_from_slice(prefix.as_bytes());
+    name.extend_from_slice(b":{");
+    name.extend_from_slice(&base64(fingerprint));
+    name.push(b'}');
+}
+
+fn ring_name(prefix: &str, fingerprint: Fingerprint, PolicyId([a, b]): PolicyId) -> Vec<u8> {
+    let mut name = Vec::with_capacity(prefix.len() + 30);
+    push_key_name(&mut name, prefix, fingerprint);
+    write!(name, ":{a:02x}{b:02x}").expect("a vector takes everything");
     name
 }
 
-fn ring_name(prefix: &str, fingerprint: Fingerprint, PolicyId([a, b]): PolicyId) -> String {
-    format!("{}:{a:02x}{b:02x}", key_name(prefix, fingerprint))
-}
-
 /// 128 bits in 22 letters, digits, `-` and `_` (RFC 4648, section 5, without padding).
-fn push_base64(text: &mut String, fingerprint: Fingerprint) {
+fn base64(fingerprint: Fingerprint) -> [u8; 22] {
     const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
     let number = u128::from(fingerprint.upper) << 64 | u128::from(fingerprint.lower);
-    for place in 0..22 {
+    array::from_fn(|place| {
         let sextet = if place < 21 { number >> (122 - 6 * place) } else { number << 4 };
-        text.push(ALPHABET[(sextet & 63) as usize].into());
-    }
+        ALPHABET[(sextet & 63) as usize]
+    })
 }
 
 // === The reply ===
@@ -674,14 +678,17 @@ fn read_number(reply: &mut &[u8]) -> Option<u64> {
 mod tests {
     use super::*;
 
+    fn key_name(prefix: &str, fingerprint: Fingerprint) -> String {
+        let mut name = Vec::new();
+        push_key_name(&mut name, prefix, fingerprint);
+        String::from_utf8(name).unwrap()
+    }
+
     #[test]
     fn key_names_are_injective_and_say_nothing() {
         let names: Vec<_> = (0..128)
             .map(|bit| key_name("tg", Fingerprint::from(1_u128 << bit)))
-            .chain([
-                key_name("tg", Fingerprint::from(0)),
-                key_name("tg", Fingerprint::from(u128::MAX)),
-            ])
+            .chain([0, u128::MAX].map(|number| key_name("tg", Fingerprint::from(number))))
             .collect();
         let distinct: std::collections::HashSet<_> = names.iter().collect();
         assert_eq!(distinct.len(), names.len());

@@ -71,7 +71,7 @@ struct Flight {
 /// A request in the queue, and who waits for its answer.
 #[derive(Debug)]
 struct Waiting {
-    ask: Ask,
+    ask: Arc<Ask>,
     answer: oneshot::Sender<Result<Told, StoreError>>,
 }
 
@@ -84,7 +84,7 @@ impl Lane {
 
     /// Has a request decided. Dropping the future takes the request out of the queue; what is on its
     /// way already may still be charged.
-    pub(super) async fn ask(self: &Arc<Self>, ask: Ask) -> Result<Told, StoreError> {
+    pub(super) async fn ask(self: &Arc<Self>, ask: Arc<Ask>) -> Result<Told, StoreError> {
         loop {
             let receiver = match self.lead_or_wait(&ask) {
                 Ok(flight) => {
@@ -105,7 +105,7 @@ impl Lane {
     /// The right to send a request at once, or the other end of its place in the queue.
     fn lead_or_wait(
         self: &Arc<Self>,
-        ask: &Ask,
+        ask: &Arc<Ask>,
     ) -> Result<u64, oneshot::Receiver<Result<Told, StoreError>>> {
         let now_us = self.clock.now_us();
         let mut queue = self.queue.lock();
@@ -136,7 +136,7 @@ impl Lane {
         self.requests.fetch_add(asks.len() as u64, Relaxed);
         #[cfg(feature = "cluster")]
         if self.limits.by_slot && asks.len() > 1 {
-            return Ok(self.send_by_slot(asks).await);
+            return Ok(Box::pin(self.send_by_slot(asks)).await);
         }
         self.calls.fetch_add(1, Relaxed);
         let has_msetex = self.server.has_msetex.load(Relaxed);
@@ -268,7 +268,7 @@ impl Drain {
                 self.is_done = true;
                 return;
             };
-            let asks: Vec<_> = batch.0.iter().map(|waiting| &waiting.ask).collect();
+            let asks: Vec<_> = batch.0.iter().map(|waiting| &*waiting.ask).collect();
             let sent = timeout(limits.patience, self.lane.send(&asks)).await;
             match sent.unwrap_or(Err(StoreError::Late)) {
                 Ok(told) => {

@@ -458,7 +458,7 @@ impl RedisStore {
     pub(crate) async fn decide(
         &self,
         place: Place,
-        ask: Ask,
+        ask: Arc<Ask>,
         until: Instant,
     ) -> Option<(Told, Option<Lease>)> {
         let node = timeout_at(until, self.node(place)).await.ok()??;

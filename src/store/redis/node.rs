@@ -21,6 +21,7 @@ use redis::{Cmd, Value};
 use std::sync::Weak;
 use std::{
     fmt,
+    pin::pin,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU8, Ordering::Relaxed},
@@ -120,15 +121,15 @@ impl Node {
     /// Has a request decided. `None` means that the failure modes have to answer.
     pub(super) async fn decide(
         self: &Arc<Self>,
-        mut ask: Ask,
+        mut ask: Arc<Ask>,
         until: Instant,
     ) -> Option<(Told, Option<Lease>)> {
         self.look_over(DUE);
-        let decision = self.guard.call_until(until, async {
+        let call = pin!(async {
             // If this is dropped, or fails, whatever was taken is given back.
             let mut lease = None;
             if ask.slots().next().is_some() && ask.purpose == Purpose::Charge {
-                lease = Some(Leases::give(self, &mut ask));
+                lease = Some(Leases::give(self, Arc::make_mut(&mut ask)));
             }
             let told = self.ask(ask).await?;
             match &mut lease {
@@ -139,19 +140,19 @@ impl Node {
             }
             Ok::<_, StoreError>((told, lease))
         });
-        let decision = decision.await?;
+        let decision = self.guard.call_until(until, call).await?;
         self.look_over(DUE_WHEN_UP);
         Some(decision)
     }
 
     #[cfg(not(feature = "cluster"))]
-    async fn ask(&self, ask: Ask) -> Result<Told, StoreError> {
+    async fn ask(&self, ask: Arc<Ask>) -> Result<Told, StoreError> {
         self.lane.ask(ask).await
     }
 
     /// Has a request decided, wherever its slot is by now.
     #[cfg(feature = "cluster")]
-    async fn ask(&self, ask: Ask) -> Result<Told, StoreError> {
+    async fn ask(&self, ask: Arc<Ask>) -> Result<Told, StoreError> {
         let Some(cluster) = self.cluster.upgrade() else {
             return self.lane.ask(ask).await;
         };
@@ -159,7 +160,8 @@ impl Node {
         match self.lane.ask(ask).await {
             Err(error) if error.redirects() => {
                 let push_args = |command: &mut _| codec::push_batch(command, &[&again], false);
-                let reply = cluster.run(again.slot(), error, &DECIDE, &push_args).await?;
+                let run = cluster.run(again.slot(), error, &DECIDE, &push_args);
+                let reply = Box::pin(run).await?;
                 let told = codec::read_reply(&reply, &[&again]).and_then(|mut told| told.pop());
                 told.ok_or_else(StoreError::unreadable)
             }
@@ -191,7 +193,7 @@ impl Node {
             && error.redirects()
             && let Some(cluster) = self.cluster.upgrade()
         {
-            return cluster.run(slot(), error.clone(), script, &push_args).await;
+            return Box::pin(cluster.run(slot(), error.clone(), script, &push_args)).await;
         }
         result
     }

@@ -14,6 +14,10 @@ pub(super) struct Server {
     pub(super) has_msetex: AtomicBool,
 }
 
+/// What a call for one request takes, which is the one that somebody waits for.
+const ARGS: usize = 8;
+const BYTES: usize = 256;
+
 impl Server {
     /// Runs a script with the arguments that `push_args` adds. It is sent as a whole only to a server
     /// that does not know it.
@@ -40,8 +44,8 @@ impl Server {
     }
 
     fn command(&self, name: &str, script: &str, push_args: impl Fn(&mut Cmd)) -> Cmd {
-        let mut command = cmd(name);
-        command.arg(script);
+        let mut command = Cmd::with_capacity(ARGS, BYTES);
+        command.arg(name).arg(script);
         push_args(&mut command);
         if let Some(clock) = &self.clock {
             command.arg(clock.now_us());
