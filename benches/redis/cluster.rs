@@ -4,7 +4,7 @@ use crate::{
     BENCH, KEYS,
     clusters::Cluster,
     contenders::{self, ample},
-    load::{Crowd, Seen, drive},
+    load::{Crowd, Seen, drive, once_each},
     ms, on, secs,
     server::{Flavour, Server},
     support::result,
@@ -19,6 +19,9 @@ pub(crate) async fn measure(flavour: Flavour) {
     let one = contenders::store(&server.url()).build().unwrap();
     let many = RedisStore::cluster(cluster.urls()).deadline(secs(10)).build().unwrap();
     let contenders = [many, one].map(|store| contenders::tollgate(store, &ample(1)));
+    for contender in &contenders {
+        once_each(contender, KEYS).await;
+    }
     for callers in [1, 16, 64] {
         let mut rounds = [Vec::new(), Vec::new()];
         // The first round only warms up.

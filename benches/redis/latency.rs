@@ -2,7 +2,7 @@
 
 use crate::{
     BENCH, KEYS, contenders,
-    load::{Crowd, Seen, drive, pace},
+    load::{Crowd, Seen, drive, once_each, pace},
     ms, on,
     server::{Flavour, Server},
     support::{median, result},
@@ -11,13 +11,15 @@ use crate::{
 const ROUNDS: usize = 7;
 
 pub(crate) async fn measure(flavour: Flavour) {
-    let server = Server::start(flavour);
-    let url = &server.url();
     for (policies, name) in [(1, "one policy"), (3, "three policies")] {
+        // One for each stack: what another stack left there would have to be converted.
+        let server = Server::start(flavour);
+        let url = &server.url();
         let store = contenders::store(url).build().unwrap();
         store.check().await.unwrap();
         let tollgate = contenders::tollgate(store, &contenders::ample(policies));
         let ping = contenders::ping(url).await;
+        once_each(&tollgate, KEYS).await;
 
         let mut rates = Vec::new();
         let mut rounds = [Vec::new(), Vec::new()];

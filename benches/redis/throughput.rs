@@ -3,7 +3,7 @@
 use crate::{
     BENCH, KEYS, ceiling,
     contenders::{self, Decide},
-    load::{Crowd, Seen, drive},
+    load::{Crowd, Seen, drive, once_each},
     ms, on,
     server::{Flavour, Server},
     support::{median, result},
@@ -18,8 +18,9 @@ const ROUNDS: usize = 5;
 const RUN: Duration = ms(300);
 
 pub(crate) async fn measure(flavour: Flavour) {
-    let server = Server::start(flavour);
     for policies in [1, 3] {
+        // One for each stack: what another stack left there would have to be converted.
+        let server = Server::start(flavour);
         let quotas = contenders::ample(policies);
         let url = &server.url();
         let store = contenders::store(url).build().unwrap();
@@ -28,6 +29,10 @@ pub(crate) async fn measure(flavour: Flavour) {
         let tollgate = contenders::tollgate(store.clone(), &quotas);
         let plain = contenders::plain(url, &quotas).await;
         let pool = contenders::pool(url, &quotas).await;
+        // A limiter knows nearly all who come.
+        for contender in [&tollgate, &plain] {
+            once_each(contender, KEYS).await;
+        }
         for keys in [KEYS, 1] {
             // The peers other than the plain way are not needed in every case.
             let is_main = flavour == Flavour::Redis7 && keys == KEYS;
@@ -47,7 +52,7 @@ pub(crate) async fn measure(flavour: Flavour) {
             }
         }
     }
-    if contenders::limitador(&server.url(), 1, 1, 1, 1).await.is_none() {
+    if contenders::limitador(&Server::start(flavour).url(), 1, 1, 1, 1).await.is_none() {
         println!(
             "limitador's program is not there; build it with\n  \
              cargo build --release --manifest-path benches/limitador/Cargo.toml \
