@@ -22,26 +22,26 @@ pub(crate) async fn measure(flavour: Flavour) {
     for contender in &contenders {
         once_each(contender, KEYS).await;
     }
-    for callers in [1, 16, 64] {
+    for (callers, keys) in [(1, KEYS), (16, KEYS), (64, KEYS), (1, 1), (16, 1), (64, 1)] {
         let mut rounds = [Vec::new(), Vec::new()];
         // The first round only warms up.
         for round in 0..=ROUNDS {
             for (contender, rounds) in contenders.iter().zip(&mut rounds) {
-                let seen = drive(contender, Crowd { callers, keys: KEYS }, round, ms(300)).await;
+                let seen = drive(contender, Crowd { callers, keys }, round, ms(300)).await;
                 if round > 0 {
                     rounds.push(seen);
                 }
             }
         }
         let [many, one] = rounds.map(|rounds| Seen::median(&rounds));
-        let callers =
-            if callers == 1 { "1 caller".to_owned() } else { format!("{callers} callers") };
+        let callers = if callers == 1 { "1 caller".into() } else { format!("{callers} callers") };
+        let keys = if keys == 1 { ", hot key" } else { "" };
         for (index, percentile) in ["p50", "p99"].iter().enumerate() {
-            let case = on(flavour, &format!("cluster of three, {callers}, {percentile}"));
+            let case = on(flavour, &format!("cluster of three, {callers}{keys}, {percentile}"));
             let (ours, peer) = (many.latencies[index], one.latencies[index]);
             result(BENCH, &case, "µs", ours, "tollgate on one server", peer);
         }
-        let case = on(flavour, &format!("cluster of three, {callers}"));
+        let case = on(flavour, &format!("cluster of three, {callers}{keys}"));
         let peer = "tollgate on one server";
         result(BENCH, &case, "decisions/s", many.per_second, peer, one.per_second);
     }
