@@ -4,9 +4,10 @@ use crate::{
     BENCH, KEYS,
     clusters::Cluster,
     contenders::{self, ample},
+    cores,
     load::{Crowd, Seen, drive, once_each},
     ms, on, secs,
-    server::{Flavour, Server},
+    server::Flavour,
     support::result,
 };
 use tollgate::redis::RedisStore;
@@ -14,8 +15,9 @@ use tollgate::redis::RedisStore;
 const ROUNDS: usize = 9;
 
 pub(crate) async fn measure(flavour: Flavour) {
-    let server = Server::start(flavour);
+    let server = cores::start(flavour);
     let cluster = Cluster::start(flavour, false);
+    cluster.nodes.iter().for_each(cores::keep_apart);
     let one = contenders::store(&server.url()).build().unwrap();
     let many = RedisStore::cluster(cluster.urls()).deadline(secs(10)).build().unwrap();
     let contenders = [many, one].map(|store| contenders::tollgate(store, &ample(1)));

@@ -3,9 +3,10 @@
 use crate::{
     BENCH, KEYS,
     contenders::{self, ample, key},
+    cores,
     load::{Crowd, drive},
     ms, on,
-    server::{Flavour, Server},
+    server::Flavour,
     support::{interleave, median, result},
 };
 use std::time::Duration;
@@ -24,7 +25,7 @@ const INTERVAL: Duration = ms(100);
 const ROUNDS: usize = 5;
 
 pub(crate) async fn measure(flavour: Flavour) {
-    let server = Server::start(flavour);
+    let server = cores::start_anywhere(flavour);
     let asked = contenders::store(&server.url()).build().unwrap();
     decisions(flavour, &asked).await;
     for keys in [1, 1_000, 10_000] {

@@ -1,10 +1,10 @@
 //! How long decisions take at half of what could be decided, next to a command that does nothing.
 
 use crate::{
-    BENCH, KEYS, contenders,
+    BENCH, KEYS, contenders, cores,
     load::{Crowd, Seen, drive, once_each, pace},
     ms, on,
-    server::{Flavour, Server},
+    server::Flavour,
     support::{median, result},
 };
 
@@ -13,7 +13,7 @@ const ROUNDS: usize = 7;
 pub(crate) async fn measure(flavour: Flavour) {
     for (policies, name) in [(1, "one policy"), (3, "three policies")] {
         // One for each stack: what another stack left there would have to be converted.
-        let server = Server::start(flavour);
+        let server = cores::start(flavour);
         let url = &server.url();
         let store = contenders::store(url).build().unwrap();
         store.check().await.unwrap();

@@ -3,6 +3,7 @@
 use crate::{
     BENCH, KEYS,
     contenders::{self, Decide, connect, key, store},
+    cores,
     load::{Crowd, Seen, drive},
     ms, on,
     server::{Flavour, Server},
@@ -29,7 +30,7 @@ pub(crate) async fn measure(flavour: Flavour) {
     for (callers, keys, name) in
         [(16, KEYS, "100k keys"), (256, KEYS, "100k keys"), (256, 1, "hot key")]
     {
-        let server = Server::start(flavour);
+        let server = cores::start(flavour);
         let url = &server.url();
         let limiter = limiter(store(url).build().unwrap());
         let contenders = [tollgate(&limiter), plain(url).await];
@@ -90,7 +91,7 @@ async fn plain(url: &str) -> Decide {
 
 /// What the server does to make many leases last, once.
 async fn renew(flavour: Flavour) {
-    let server = Server::start(flavour);
+    let server = cores::start(flavour);
     let lease = ms(3_000);
     let limiter = limiter(contenders::store(&server.url()).lease(lease).build().unwrap());
     for (keys, name) in [(HELD, "one a key"), (HELD / 100, "100 a key")] {

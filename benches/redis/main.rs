@@ -3,8 +3,8 @@
 //! `cargo bench --bench redis [-- throughput | latency | memory | leases | cluster | deferred | settings]`
 //!
 //! It starts its own servers on loopback ports: redis-server 7.0 and Valkey 9, where tests/run.sh puts
-//! them. Client and server have a thread each. All quotas admit everything, so that each decision also
-//! writes, except where memory is weighed.
+//! them. Client and servers have a core each where there is `taskset`. All quotas admit everything, so
+//! that each decision also writes, except where memory is weighed.
 //!
 //! Of `decisions/s` more is better: there a ratio above 1 is tollgate's advantage. Of `µs` and `bytes`
 //! less is.
@@ -44,6 +44,7 @@ mod clusters;
 mod ceiling;
 mod cluster;
 mod contenders;
+mod cores;
 mod deferred;
 mod latency;
 mod leases;

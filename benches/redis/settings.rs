@@ -1,10 +1,10 @@
 //! Batch sizes and batches in flight against each other.
 
 use crate::{
-    KEYS, contenders,
+    KEYS, contenders, cores,
     load::{Crowd, drive},
     ms, on,
-    server::{Flavour, Server},
+    server::Flavour,
     support::median,
 };
 
@@ -13,7 +13,7 @@ const IN_FLIGHT: [usize; 4] = [1, 2, 3, 4];
 const ROUNDS: usize = 5;
 
 pub(crate) async fn measure(flavour: Flavour) {
-    let server = Server::start(flavour);
+    let server = cores::start(flavour);
     let mut contenders = Vec::new();
     for in_flight in IN_FLIGHT {
         for batch in BATCHES {

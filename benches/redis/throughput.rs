@@ -3,6 +3,7 @@
 use crate::{
     BENCH, KEYS, ceiling,
     contenders::{self, Decide},
+    cores,
     load::{Crowd, Seen, drive, once_each},
     ms, on,
     server::{Flavour, Server},
@@ -20,7 +21,7 @@ const RUN: Duration = ms(300);
 pub(crate) async fn measure(flavour: Flavour) {
     for policies in [1, 3] {
         // One for each stack: what another stack left there would have to be converted.
-        let server = Server::start(flavour);
+        let server = cores::start(flavour);
         let quotas = contenders::ample(policies);
         let url = &server.url();
         let store = contenders::store(url).build().unwrap();
@@ -52,7 +53,7 @@ pub(crate) async fn measure(flavour: Flavour) {
             }
         }
     }
-    if contenders::limitador(&Server::start(flavour).url(), 1, 1, 1, 1).await.is_none() {
+    if contenders::limitador(&cores::start(flavour).url(), 1, 1, 1, 1).await.is_none() {
         println!(
             "limitador's program is not there; build it with\n  \
              cargo build --release --manifest-path benches/limitador/Cargo.toml \
